@@ -9,9 +9,9 @@ from tests.helpers.scripts import Launch
 
 
 def test_measures_stay_below_what_they_are() -> None:
-    assert house.lines() <= 22_928
-    assert house.statements() <= 11_766
-    assert len(house.sources()) <= 118
+    assert house.lines() <= 23_194
+    assert house.statements() <= 11_927
+    assert len(house.sources()) <= 120
     assert house.long_files() == {}
     assert len(house.files_in_root()) <= 2
     assert house.classes() <= 208

@@ -13,7 +13,8 @@ from . import dtensor
 from .backend import Backend
 from .devices import backend_for
 from .errors import ConfigError, DeviceError, UnsupportedParameterError
-from .fsdp import check_torch
+from .fsdp import check_torch, find_groups
+from .progress import warn
 
 
 def listed(model: object) -> list[nn.Module]:
@@ -66,6 +67,16 @@ def modules_of(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]
     return models
 
 
+def leave_cpu(models: Iterable[nn.Module]) -> None:
+    """Take ``CPUOffloadPolicy`` off, with a warning: weights and gradients move to the device."""
+    if moved := sum(group.leave_cpu() for group in find_groups(models)):
+        warn(
+            "the model was sharded with CPUOffloadPolicy: its weights, %d bytes in all, are on the "
+            "device from now on, as after fully_shard without offload_policy",
+            moved,
+        )
+
+
 def backend_of(parameters: Iterable[Tensor]) -> Backend:
     """The backend of the one device that all shards live on.
 
@@ -77,7 +88,7 @@ def backend_of(parameters: Iterable[Tensor]) -> Backend:
     for parameter in parameters:
         shard = dtensor.local(parameter)
         mesh_type = dtensor.mesh_device_type(parameter)
-        if mesh_type != shard.device.type:
+        if shard.device.type not in (mesh_type, "meta"):
             raise UnsupportedParameterError(
                 f"a shard on {shard.device} of a {mesh_type} mesh",
                 reason="CPUOffloadPolicy (or a move by hand) keeps it off its device",

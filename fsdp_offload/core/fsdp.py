@@ -47,6 +47,7 @@ from .backend import Backend, Event, Stream
 from .comm_buffers import copies_without_tables
 from .errors import UnsupportedTorchError
 from .progress import warn
+from .storage import move
 
 TORCH_RUN: Final = ("2.11", "2.13", "2.14", "2.15")
 """Versions that all tests were run with (docs/compatibility.md)."""
@@ -71,6 +72,7 @@ NAMES: Final = (
     Name("context", "is_last_backward", "read", "whether gradients are final"),
     Name("group", "fsdp_params", "read", "its parameters, in the order of its flat buffers"),
     Name("group", "offload_policy", "written", "CPUOffloadPolicy is taken off"),
+    Name("group", "device", "read", "where it computes"),
     Name("group", "mesh_info", "read", "ranks that it is sharded and replicated over"),
     Name("group", "comm_ctx", "read", "its streams"),
     Name("group", "is_unsharded", "read", "whether a gather has anything to do"),
@@ -245,35 +247,9 @@ def gathered_parameters(models: Iterable[nn.Module]) -> dict[Tensor, Tensor]:
     }
 
 
-def leave_cpu(models: Iterable[nn.Module]) -> None:
-    """Take ``CPUOffloadPolicy`` off, with a warning: parameters and gradients move to the device.
-    Parameters stay the same objects, which optimizers hold."""
-    moved = 0
-    for group, state in fsdp_groups(models):
-        if isinstance(group.offload_policy, CPUOffloadPolicy):
-            Group(group, state).reshard()
-            group.offload_policy = OffloadPolicy()
-            for fsdp_param in group.fsdp_params:
-                fsdp_param.offload_to_cpu = fsdp_param.pin_memory = False
-                if fsdp_param.sharded_param.device != fsdp_param.device:
-                    moved += _move(fsdp_param.sharded_param, fsdp_param.device)
-                    fsdp_param.reset_sharded_param()
-    if moved:
-        warn(
-            "the model was sharded with CPUOffloadPolicy: its weights, %d bytes in all, are on the "
-            "device from now on, as after fully_shard without offload_policy",
-            moved,
-        )
-
-
-def _move(parameter: Tensor, device: torch.device) -> int:
-    """Move it in place, with its gradient; returns its bytes on all ranks."""
-    gradient, parameter.grad = parameter.grad, None
-    moved = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
-    vars(moved).update(vars(parameter))
-    torch.utils.swap_tensors(parameter, moved)
-    parameter.grad = None if gradient is None else gradient.to(device)
-    return parameter.numel() * parameter.itemsize
+def device_of(models: Iterable[nn.Module]) -> torch.device | None:
+    """The device that FSDP2 computes on; None: no module is sharded."""
+    return next((group.device for group, _ in fsdp_groups(models)), None)
 
 
 # --------------------------------------------------------------------------- groups
@@ -314,6 +290,31 @@ class Group:
     def parameters(self) -> list[Tensor]:
         """Its sharded parameters, in FSDP2's order."""
         return [fsdp_param.sharded_param for fsdp_param in self._raw.fsdp_params]
+
+    def leave_cpu(self) -> int:
+        """Take ``CPUOffloadPolicy`` off; returns the bytes of parameters that moved."""
+        if not isinstance(self._raw.offload_policy, CPUOffloadPolicy):
+            return 0
+        self.reshard()
+        self._raw.offload_policy = OffloadPolicy()
+        for fsdp_param in self._raw.fsdp_params:
+            fsdp_param.offload_to_cpu = fsdp_param.pin_memory = False
+        return self.place(meta=False)
+
+    def place(self, *, meta: bool) -> int:
+        """Move parameters, those on the meta device or the others, to where FSDP2 keeps them.
+
+        They stay the same objects, which optimizers hold. Returns their bytes on all ranks.
+        """
+        moved = 0
+        for fsdp_param in self._raw.fsdp_params:
+            parameter: Tensor = fsdp_param.sharded_param
+            home = torch.device("cpu") if fsdp_param.offload_to_cpu else fsdp_param.device
+            if parameter.device != home and parameter.is_meta == meta:
+                move(parameter, home)
+                fsdp_param.reset_sharded_param()
+                moved += parameter.numel() * parameter.itemsize
+        return moved
 
     def watch(self, index: int, watcher: Watcher, backend: Backend) -> Callable[[], None]:
         """Tell ``watcher``, which is not kept alive; returns what ends it."""

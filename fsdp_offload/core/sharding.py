@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from .devices import default_device
 from .errors import ConfigError, UnsupportedParameterError
 
 M = TypeVar("M", bound=nn.Module)
@@ -141,7 +142,7 @@ def _groups(model: nn.Module, units: set[nn.Module]) -> dict[nn.Module, dict[nn.
 
 
 def _mesh_of_all_ranks() -> DeviceMesh:
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = default_device()
     if "LOCAL_RANK" not in os.environ:
         torch.empty(0, device=device)  # DeviceMesh sets a device where none is in use
     if not dist.is_initialized() and "RANK" in os.environ:

@@ -29,10 +29,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..core import dtensor
-from ..core.arguments import modules_of
+from ..core.arguments import leave_cpu, modules_of
 from ..core.config import OffloadConfig, TransferConfig, check_keywords
 from ..core.errors import ConfigError, copy_error
-from ..core.fsdp import leave_cpu
 from ..core.progress import is_rank_0
 from ..update.schema import is_torch_class
 from .checkpoint_view import CheckpointView

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_offload import PhaseOffloader
-from fsdp_offload.core import fsdp
+from fsdp_offload.core import arguments, fsdp
 from tests.fsdp import models
 from tests.fsdp.models import Ranks, check
 
@@ -66,10 +66,10 @@ def move(on: str) -> tuple[list[str], list[str]]:
     said: list[str] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(pytest.MonkeyPatch.context()).setattr(
-            fsdp, "warn", lambda text, *values: said.append(text % values)
+            arguments, "warn", lambda text, *values: said.append(text % values)
         )
-        fsdp.leave_cpu([model])
-        fsdp.leave_cpu([model])
+        arguments.leave_cpu([model])
+        arguments.leave_cpu([model])
     after = dict(model.named_parameters())
     check(list(after) == list(before), f"names {list(after)}")
     for name, parameter in after.items():
