@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         UnsupportedParameterError,
         UnsupportedTorchError,
     )
+    from .core.sharding import shard
     from .optimizer.hybrid import HybridDeviceOptimizer
     from .optimizer.statistics import Statistics
     from .phases import FixedAddressRegion, PhaseOffloader, PhaseStatistics, RegionStatistics, swap
@@ -82,6 +83,7 @@ __all__ = [
     "UnsupportedParameterError",
     "UnsupportedTorchError",
     "checkpoint",
+    "shard",
     "swap",
 ]
 
@@ -98,6 +100,7 @@ _MODULES = {
     "StashPlan": "activations",
     "StashStatistics": "activations",
     "Statistics": "optimizer.statistics",
+    "shard": "core.sharding",
     "swap": "phases",
 }
 

@@ -41,6 +41,7 @@ EXCEPTIONS = {
     "_load_state_dict_post_hooks": "to put a hook before those that the caller has registered",
     "_state_dict_hooks": "likewise",
     "_wrapped_by_lr_sched": "torch's schedulers look for this mark on step()",
+    "_init_weights": "transformers' models write it; no other call makes their buffers",
     "_mfsdp_parameter_group": "Megatron-FSDP tells in no other way where its shards begin",
     "_get_owned_range": "likewise",
 }

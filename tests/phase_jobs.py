@@ -87,15 +87,15 @@ def device_here() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
-def make_net(dtype: torch.dtype = torch.float32, width: int = WIDTH) -> Net:
+def make_net(dtype: torch.dtype = torch.float32, width: int = WIDTH, **options: Any) -> Net:
     """The same weights on every rank and at every call, sharded over all ranks."""
     device = device_here()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     torch.manual_seed(0)
     net = Net(width).to(device, dtype)
     for layer in (*net.layers, net.narrow):
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(net, mesh=mesh)  # type: ignore[return-value]
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(net, mesh=mesh, **options)  # type: ignore[return-value]
 
 
 def make_optimizer(net: Net, lanes: str, lr: float = 0.01) -> Optimizer:

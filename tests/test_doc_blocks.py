@@ -40,6 +40,7 @@ GIVEN = {
     "a plain model": "it is not sharded, and there is no optimizer",
     "bf16 weights": "fp32 otherwise",
     "a checkpoint": "in run/step-1000",
+    "safetensors": "of make_model(), in the folder llama",
     "a number": "`batch` is one",
     "an offloader": "`phases`, and all is on the device",
     "kept addresses": "which on the CPU need torch 2.13",
@@ -131,6 +132,9 @@ def names_for(given: set[str]) -> dict[str, Any]:
     names |= dict(get_optimizer_state_dict=get_optimizer_state_dict, Lion=Lion)
     names |= dict(model=model, batch=batch, batches=[batch, batch], device=torch.device("cpu"))
     names |= dict(layers=2, heads=2, length=4, width=8, path="run/own")
+    if "safetensors" in given:
+        checkpoint.export_safetensors(model, "llama")
+        names["make_model"] = Model
     if "a plain model" in given:
         return names
     for block in model.blocks:

@@ -9,9 +9,9 @@ from tests.helpers.scripts import Launch
 
 
 def test_measures_stay_below_what_they_are() -> None:
-    assert house.lines() <= 22_761
-    assert house.statements() <= 11_681
-    assert len(house.sources()) <= 117
+    assert house.lines() <= 23_209
+    assert house.statements() <= 11_939
+    assert len(house.sources()) <= 120
     assert house.long_files() == {}
     assert len(house.files_in_root()) <= 2
     assert house.classes() <= 208

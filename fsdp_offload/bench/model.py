@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ..core.errors import ConfigError
+from ..core.sharding import shard
 
 LOGIT_TOKENS = 4096  # whose logits are there at a time, where they are computed again
 SMALL = {"layers": 2, "dim": 128, "vocabulary": 512, "tokens": 128, "seq": 128}  # on the CPU
@@ -147,14 +148,11 @@ def sharded_model(
 ) -> GPT:
     """The model under FSDP2 over all ranks: every block is a group, and the root is one."""
     model = unsharded_model(job, device)
-    options: dict[str, Any] = {"mesh": init_device_mesh(device.type, (dist.get_world_size(),))}
-    options["offload_policy"] = offload_policy or OffloadPolicy()
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    options: dict[str, Any] = {"offload_policy": offload_policy or OffloadPolicy()}
     if job.shards == "fp32":
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for block in model.blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
-    return model
+    return shard(model, model.blocks, mesh=mesh, **options)
 
 
 def synthetic_batches(job: Job, device: torch.device) -> list[tuple[Tensor, Tensor]]:

@@ -189,11 +189,12 @@ def load(
     """Load a checkpoint in place: any world size, mesh, lane and fraction. All ranks call it.
 
     It reads what :func:`save` wrote, and what ``torch.distributed.checkpoint`` wrote of plain
-    optimizers (flat or nested), with the prefixes that :mod:`.rule` lists.
+    optimizers (flat or nested), with the prefixes that :mod:`.rule` lists; and safetensors.
 
     Args:
-        path: folder of the checkpoint.
-        model: the model, or the parts of a pipeline.
+        path: folder of the checkpoint, or of a model's safetensors.
+        model: the model, or the parts of a pipeline. What of it is on the meta device gets memory
+            for this rank's shards alone, and buffers that no file holds are initialised.
         optimizer: a :class:`HybridDeviceOptimizer` or a plain optimizer; ``None``: weights only,
             after which the masters of a :class:`HybridDeviceOptimizer` of ``model`` are its new
             weights.
@@ -209,7 +210,7 @@ def load(
 
     Raises:
         CheckpointError: no checkpoint is at ``path``, or it does not fit model or optimizer;
-            nothing was written.
+            nothing was written, nor with UnsupportedParameterError: a buffer stays without values.
         CheckpointCorruptError: a file is not as it was written. If the load found that while it
             read tensors, the optimizer has failed until a load succeeds, and weights are undefined.
         StateDictError: state does not fit; nothing was written.

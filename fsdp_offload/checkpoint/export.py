@@ -38,20 +38,12 @@ from .files import done, memory_of, run_all, typed, write_bytes, write_whole
 from .planner import FlatSavePlanner, read_values
 from .reader import Reader
 from .rule import GROUPS, STATE, find_layout
+from .safetensors import CODES, INDEX, File, plan_files
 from .state import REMAINDER, WHOLE, state_to_read, wait_for, weights_of
 from .writer import Writer
 
-INDEX: Final = "model.safetensors.index.json"
 STEP_BYTES: Final = 1 << 20
 """Bytes of a file that a thread converts and writes at once."""
-CODES: Final = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16",
-    torch.uint16: "U16", torch.int32: "I32", torch.uint32: "U32", torch.int64: "I64",
-    torch.uint64: "U64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
-    torch.float64: "F64", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e8m0fnu: "F8_E8M0",
-}  # fmt: skip
 _MASTERS: Final = (REMAINDER, WHOLE)
 _DTYPES: Final = {None: None, "bf16": torch.bfloat16, "fp32": torch.float32}
 _CONVERTED: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -132,49 +124,6 @@ def _wanted(source: object, optimizer: object, dtype: Any, *prefixes: object) ->
             remedy="pass the model and its optimizer, or the path of a checkpoint alone",
         )
     return _DTYPES[dtype]
-
-
-# --------------------------------------------------------------------------- files
-
-
-class File:
-    """One file: a header, then tensors (given on the meta device, by FQN) without gaps."""
-
-    def __init__(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        self.name = name
-        table: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
-        at = 0
-        for fqn, t in tensors.items():
-            span = [at, at := at + t.nbytes]
-            table[fqn] = {"dtype": CODES[t.dtype], "shape": t.shape, "data_offsets": span}
-        text = json.dumps(table, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self.header = len(text).to_bytes(8, "little") + text
-        self.nbytes = len(self.header) + at
-        starts = {fqn: len(self.header) + table[fqn]["data_offsets"][0] for fqn in tensors}
-        self.places = {fqn: (starts[fqn], tensor) for fqn, tensor in tensors.items()}
-
-
-def plan_files(tensors: Mapping[str, Tensor], max_bytes: int) -> list[File]:
-    """Cut tensors, in their order, into files of at most ``max_bytes`` of elements.
-
-    A larger tensor gets a file of its own. In a file the widest dtypes come first, so that every
-    tensor begins at a multiple of its element's size.
-    """
-    batches: list[dict[str, Tensor]] = [{}]
-    filled = 0
-    for fqn, tensor in tensors.items():
-        if batches[-1] and filled + tensor.nbytes > max_bytes:
-            batches.append({})
-            filled = 0
-        batches[-1][fqn] = tensor
-        filled += tensor.nbytes
-    count, files = len(batches), []
-    for index, batch in enumerate(batches, 1):
-        stem = f"model-{index:05d}-of-{count:05d}" if count > 1 else "model"
-        ordered = dict(sorted(batch.items(), key=lambda item: -item[1].itemsize))
-        files.append(File(f"{stem}.safetensors", ordered))
-    return files
 
 
 # --------------------------------------------------------------------------- DCP

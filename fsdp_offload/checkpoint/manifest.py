@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ..core.errors import CheckpointError
 from .files import corrupt, read_table
+from .safetensors import read_folder
 
 MANIFEST: Final = "manifest.json"
 METADATA: Final = ".metadata"
@@ -185,7 +186,8 @@ def crc_of(path: Path) -> int:
 
 
 def open_checkpoint(path: Path) -> tuple[Manifest | None, Metadata]:
-    """Read and verify the manifest (``None``: another program wrote it) and the metadata.
+    """Read and verify the manifest (``None``: another program wrote it) and the metadata, which
+    headers of safetensors may be.
 
     Raises:
         CheckpointCorruptError: one of them is not as it was written.
@@ -197,9 +199,12 @@ def open_checkpoint(path: Path) -> tuple[Manifest | None, Metadata]:
     except OSError as error:
         if manifest is not None:
             raise corrupt(path / METADATA, "it is missing") from error
+        if (weights := read_folder(path)) is not None:
+            return None, weights
         raise CheckpointError(
             f"{path}",
-            reason=f"it has no {METADATA}: this is no checkpoint, or its save was interrupted",
+            reason=f"it has no {METADATA} and no safetensors: this is no checkpoint, or its save "
+            "was interrupted",
             remedy="name the folder of a checkpoint; fsdp_offload.checkpoint.latest() finds one",
         ) from error
     if manifest is not None and manifest.files.get(METADATA) != (len(data), zlib.crc32(data)):

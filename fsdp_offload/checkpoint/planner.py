@@ -47,6 +47,7 @@ from ..optimizer.masters import tell_loaded
 from ..update import codec
 from ..update.state import check_remainder
 from .files import typed
+from .meta import give_memory, make_buffers
 from .reader import Reader
 from .rule import STATE, Match, Names, find_layout, match, or_give
 from .state import (
@@ -233,6 +234,7 @@ class JobLoadPlanner(FlatLoadPlanner):
                 data = read_values(self._reader, [EXTRA])[EXTRA]
                 if isinstance(data, bytes):  # another program's may be anything
                     self.extra = decode(io.BytesIO(data))
+            make_buffers(self._models, self._weights)
             self.set_up_planner(self._read, self._reader.metadata)
             plan = super().create_local_plan()
             self._reader._compare(plan, self)
@@ -252,6 +254,17 @@ class JobLoadPlanner(FlatLoadPlanner):
                 remedy="build the model that was saved, or pass strict=False",
             )
         return [replace(plan, planner_data=None) for plan in global_plan]
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """Give weights on the meta device memory: everything fits, on all ranks."""
+        if any(map(_is_meta, self._weights.values())):
+            give_memory(self._models)
+            fresh = weights_of(self._models)
+            for fqn in (fqn for fqn, weight in self._weights.items() if _is_meta(weight)):
+                self._weights[fqn] = fresh[fqn]
+                if (key := self._found.weights.get(fqn)) is not None:  # else a tied one's
+                    self.state_dict[key] = fresh[fqn]
+        return super().finish_plan(new_plan)
 
     @torch.no_grad()
     def take_over(self) -> None:
@@ -298,11 +311,20 @@ class JobLoadPlanner(FlatLoadPlanner):
                 remedy="build the model that was saved"
                 + or_give("model_prefix", stored, self._weights),
             )
-        if found.missing and self._strict:
+        empty = {fqn for fqn, weight in self._weights.items() if _is_meta(weight)}
+        if lost := [fqn for fqn in found.missing if self._strict or fqn in empty]:
+            other = "give them values first" if empty.intersection(lost) else "pass strict=False"
             raise CheckpointError(
                 f"weights of {self._reader.path}",
-                reason=f"the checkpoint lacks {some(found.missing)}",
-                remedy="build the model that was saved, or pass strict=False",
+                reason=f"the checkpoint lacks {some(lost)}",
+                remedy=f"build the model that was saved, or {other}",
+            )
+        if empty and self._optimizer is not None:
+            raise ConfigError(
+                "an optimizer of a model on the meta device",
+                reason="its state is kept beside weights, and these have no memory yet",
+                remedy="load the weights first, checkpoint.load(path, model); then build the "
+                "optimizer, and load(path, model, optimizer)",
             )
         known = {key: fqn for fqn, key in found.weights.items()}
         # From get_extra_state().
@@ -430,6 +452,10 @@ class JobLoadPlanner(FlatLoadPlanner):
 def _shard_like(parameter: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     shard = dtensor.local(parameter)
     return dtensor.like(parameter, torch.empty(shard.shape, dtype=dtype, device=device))
+
+
+def _is_meta(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
 
 
 def _is_fp32(stored: object) -> bool:

@@ -13,7 +13,8 @@ from . import dtensor
 from .backend import Backend
 from .devices import backend_for
 from .errors import ConfigError, DeviceError, UnsupportedParameterError
-from .fsdp import check_torch, offloads_parameters
+from .fsdp import check_torch, find_groups
+from .progress import warn
 
 
 def listed(model: object) -> list[nn.Module]:
@@ -59,18 +60,21 @@ def modules_of(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]
 
     Raises:
         ConfigError: something else was given.
-        UnsupportedParameterError: one was sharded with ``CPUOffloadPolicy``.
         UnsupportedTorchError: see :func:`check_torch`.
     """
     models = [] if model is None else listed(model)
     check_torch(models)
-    if offloads_parameters(models):
-        raise UnsupportedParameterError(
-            "a model sharded with CPUOffloadPolicy",
-            reason="it keeps parameters and gradients on the CPU, so no state is on the device",
-            remedy="call fully_shard without offload_policy",
-        )
     return models
+
+
+def leave_cpu(models: Iterable[nn.Module]) -> None:
+    """Take ``CPUOffloadPolicy`` off, with a warning: weights and gradients move to the device."""
+    if moved := sum(group.leave_cpu() for group in find_groups(models)):
+        warn(
+            "the model was sharded with CPUOffloadPolicy: its weights, %d bytes in all, are on the "
+            "device from now on, as after fully_shard without offload_policy",
+            moved,
+        )
 
 
 def backend_of(parameters: Iterable[Tensor]) -> Backend:
@@ -84,11 +88,12 @@ def backend_of(parameters: Iterable[Tensor]) -> Backend:
     for parameter in parameters:
         shard = dtensor.local(parameter)
         mesh_type = dtensor.mesh_device_type(parameter)
-        if mesh_type != shard.device.type:
+        if shard.device.type not in (mesh_type, "meta"):
             raise UnsupportedParameterError(
                 f"a shard on {shard.device} of a {mesh_type} mesh",
                 reason="CPUOffloadPolicy (or a move by hand) keeps it off its device",
-                remedy="call fully_shard without offload_policy",
+                remedy="call fully_shard without offload_policy, or make the optimizer first, "
+                "HybridDeviceOptimizer(optimizer, model), which moves it",
             )
         devices.setdefault(shard.device, parameter)
     if len(devices) > 1:

@@ -167,7 +167,8 @@ class AcceleratorBackend:
             raise DeviceError(
                 "parameters on the meta device",
                 reason="they have no memory yet",
-                remedy="materialise them (model.to_empty, then initialise or load) before wrapping",
+                remedy="load them first, checkpoint.load(path, model), or model.to_empty(...) and "
+                "initialise them",
             )
         self._module = torch.get_device_module(device)
         if not self._module.is_available():
@@ -344,6 +345,11 @@ def backend_for(device: torch.device) -> Backend:
 
 
 # --------------------------------------------------------------------------- device memory
+
+
+def default_device() -> torch.device:
+    """The current accelerator, or the CPU."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -41,12 +41,13 @@ from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 
 from .backend import Backend, Event, Stream
 from .comm_buffers import copies_without_tables
 from .errors import UnsupportedTorchError
 from .progress import warn
+from .storage import move
 
 TORCH_RUN: Final = ("2.11", "2.13", "2.14", "2.15")
 """Versions that all tests were run with (docs/compatibility.md)."""
@@ -70,7 +71,8 @@ NAMES: Final = (
     Name("state", "_state_ctx", "read", "the backward that all modules of a root share"),
     Name("context", "is_last_backward", "read", "whether gradients are final"),
     Name("group", "fsdp_params", "read", "its parameters, in the order of its flat buffers"),
-    Name("group", "offload_policy", "read", "CPUOffloadPolicy is refused"),
+    Name("group", "offload_policy", "written", "CPUOffloadPolicy is taken off"),
+    Name("group", "device", "read", "where it computes"),
     Name("group", "mesh_info", "read", "ranks that it is sharded and replicated over"),
     Name("group", "comm_ctx", "read", "its streams"),
     Name("group", "is_unsharded", "read", "whether a gather has anything to do"),
@@ -105,6 +107,9 @@ NAMES: Final = (
     Name("parameter", "_unsharded_param", "read", "holds gradients that were not reduced"),
     Name("parameter", "unsharded_accumulated_grad", "read", "the same, in another dtype"),
     Name("parameter", "reset_sharded_param", "replaced", "compares addresses: not while away"),
+    Name("parameter", "offload_to_cpu", "written", "CPUOffloadPolicy is taken off"),
+    Name("parameter", "pin_memory", "written", "the same"),
+    Name("parameter", "device", "read", "where it is gathered"),
 )
 """See the module's docstring."""
 
@@ -228,10 +233,7 @@ def _groups_of(module: FSDPModule) -> list[tuple[Any, Any]]:
 
 def fsdp_parameters(models: Iterable[nn.Module]) -> set[Tensor]:
     """Parameters that an FSDP2 module of ``models`` all-gathers."""
-    managed: set[Tensor] = set()
-    for group, _ in fsdp_groups(models):
-        managed.update(fsdp_param.sharded_param for fsdp_param in group.fsdp_params)
-    return managed
+    return {each.sharded_param for group, _ in fsdp_groups(models) for each in group.fsdp_params}
 
 
 def gathered_parameters(models: Iterable[nn.Module]) -> dict[Tensor, Tensor]:
@@ -245,10 +247,9 @@ def gathered_parameters(models: Iterable[nn.Module]) -> dict[Tensor, Tensor]:
     }
 
 
-def offloads_parameters(models: Iterable[nn.Module]) -> bool:
-    """Whether a module was sharded with ``CPUOffloadPolicy``."""
-    groups = fsdp_groups(models)
-    return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group, _ in groups)
+def device_of(models: Iterable[nn.Module]) -> torch.device | None:
+    """The device that FSDP2 computes on; None: no module is sharded."""
+    return next((group.device for group, _ in fsdp_groups(models)), None)
 
 
 # --------------------------------------------------------------------------- groups
@@ -289,6 +290,31 @@ class Group:
     def parameters(self) -> list[Tensor]:
         """Its sharded parameters, in FSDP2's order."""
         return [fsdp_param.sharded_param for fsdp_param in self._raw.fsdp_params]
+
+    def leave_cpu(self) -> int:
+        """Take ``CPUOffloadPolicy`` off; returns the bytes of parameters that moved."""
+        if not isinstance(self._raw.offload_policy, CPUOffloadPolicy):
+            return 0
+        self.reshard()
+        self._raw.offload_policy = OffloadPolicy()
+        for fsdp_param in self._raw.fsdp_params:
+            fsdp_param.offload_to_cpu = fsdp_param.pin_memory = False
+        return self.place(meta=False)
+
+    def place(self, *, meta: bool) -> int:
+        """Move parameters, those on the meta device or the others, to where FSDP2 keeps them.
+
+        They stay the same objects, which optimizers hold. Returns their bytes on all ranks.
+        """
+        moved = 0
+        for fsdp_param in self._raw.fsdp_params:
+            parameter: Tensor = fsdp_param.sharded_param
+            home = torch.device("cpu") if fsdp_param.offload_to_cpu else fsdp_param.device
+            if parameter.device != home and parameter.is_meta == meta:
+                move(parameter, home)
+                fsdp_param.reset_sharded_param()
+                moved += parameter.numel() * parameter.itemsize
+        return moved
 
     def watch(self, index: int, watcher: Watcher, backend: Backend) -> Callable[[], None]:
         """Tell ``watcher``, which is not kept alive; returns what ends it."""

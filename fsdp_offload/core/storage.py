@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .errors import AwayError, DeviceError
 
@@ -93,6 +93,18 @@ def view_over(memory: Tensor, like: Tensor) -> Tensor:
 
 
 # --------------------------------------------------------------------------- whose memory it is
+
+
+def move(parameter: Tensor, device: torch.device) -> None:
+    """Move a parameter, which stays the same object, with its gradient; one on the meta device gets
+    memory with any values."""
+    gradient, parameter.grad = parameter.grad, None
+    data = parameter.detach()
+    data = torch.empty_like(data, device=device) if data.is_meta else data.to(device)
+    moved = nn.Parameter(data, parameter.requires_grad)
+    vars(moved).update(vars(parameter))
+    torch.utils.swap_tensors(parameter, moved)
+    parameter.grad = None if gradient is None else gradient.to(device)
 
 
 def tie(storage: torch.UntypedStorage, owner: object) -> None:

@@ -10,8 +10,8 @@ torch's CPU kernel in the host lane); a parameter without gradient is not touche
 written in place; ``step()`` issues no collective for element-wise optimizers.
 
 Limits, each refused with a typed error: LBFGS, SparseAdam, ``differentiable=True``, sparse
-gradients, non-contiguous shards, ``CPUOffloadPolicy``, parameters on several devices, CUDA graph
-capture of ``step()``, copying or pickling the wrapper, use in a forked process.
+gradients, non-contiguous shards, parameters on several devices, CUDA graph capture of ``step()``,
+copying or pickling the wrapper, use in a forked process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..core import dtensor
-from ..core.arguments import modules_of
+from ..core.arguments import leave_cpu, modules_of
 from ..core.config import OffloadConfig, TransferConfig, check_keywords
 from ..core.errors import ConfigError, copy_error
 from ..core.progress import is_rank_0
@@ -52,7 +52,8 @@ class HybridDeviceOptimizer(Optimizer):
         optimizer: any dense torch optimizer: fresh, stepped or loaded. From here on it is another
             name of the wrapper: state, groups, methods and hooks are the wrapper's.
         model: the module (or modules) whose parameters it holds: gives names, the update order,
-            and lets loads into the module be noticed.
+            and lets loads into the module be noticed. Weights of FSDP2's ``CPUOffloadPolicy`` move
+            to the device.
         elementwise: for a class that is not torch's: each element's update depends on that element
             and its own state alone, and state is made at a parameter's first step. Without it such
             a class runs its own step on the device, and its state stays there.
@@ -123,6 +124,7 @@ class HybridDeviceOptimizer(Optimizer):
         check_wrappable(optimizer)
         models = modules_of(model)
         check_holds(optimizer, models)
+        leave_cpu(models)
         self._wrapped, self._inner = optimizer, without_face(optimizer)
         steps_itself = not (elementwise or is_torch_class(optimizer))
         self._updates = Updates(self._inner, models, config, steps_itself=steps_itself)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,7 +35,7 @@ from ..core.config import OffloadConfig
 from ..core.cuda_driver import beside_capture
 from ..core.errors import ConfigError
 from ..core.fsdp import Group, find_groups
-from ..core.progress import warn
+from ..core.progress import is_rank_0, warn
 from ..core.spent import SpentGradient, another_backward_error, changed_gradient_error, is_spent
 from ..core.storage import span
 from ..pipeline.engine import Engine
@@ -434,6 +435,10 @@ def with_overlap(
     gated = {p for group in find_groups(models) for p in group.parameters}
     trained = [p for group in inner.param_groups for p in group["params"] if p.requires_grad]
     is_gated = bool(trained) and gated.issuperset(trained)
+    if models and not gated and can_overlap(inner) and is_rank_0():
+        logging.getLogger("fsdp_offload").info(
+            "step() waits for all transfers, unless model = fsdp_offload.shard(model) comes first"
+        )
     return replace(config, overlap="forward" if is_gated and can_overlap(inner) else "step")
 
 
@@ -456,7 +461,7 @@ def make_overlap(
         raise ConfigError(
             f"overlap={mode!r} without an FSDP2 module in model=",
             reason="each FSDP2 module waits for its own parameters, and there is none",
-            remedy='call fully_shard and pass model=, or use overlap="step"',
+            remedy='call fsdp_offload.shard(model) first and pass model=, or use overlap="step"',
         )
     if not can_overlap(inner):
         raise ConfigError(

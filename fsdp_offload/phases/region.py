@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.config import TransferConfig, parse_bytes
-from ..core.devices import backend_for
+from ..core.devices import backend_for, default_device
 from ..core.errors import AwayError, ConfigError, DeviceMemoryError, check_open, copy_error
 from ..core.interrupts import held_back
 from ..core.storage import tie
@@ -74,7 +74,7 @@ class FixedAddressRegion:
         if not chunk:
             raise ConfigError("chunk_bytes=0", reason="no size", remedy="leave it out")
         if device is None:
-            device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+            device = default_device()
         self._backend = backend = backend_for(torch.device(device))
         self.name, self.device = name, backend.device
         self._memory = FixedMemory(name, backend.device, chunk)

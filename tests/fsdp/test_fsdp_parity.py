@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer
-from fsdp_offload.core.errors import UnsupportedParameterError
 from tests.fsdp import models
-from tests.fsdp.models import Ranks, check
+from tests.fsdp.models import Ranks
 from tests.helpers.compare import master_of, rounded
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -165,20 +164,3 @@ def test_all_ranks_choose_the_same_lanes_in_the_same_order(
     assert any(0 in shards for _, shards in results), "no rank held an empty shard"
     chosen = {lane for _, lane, _, _ in results[0][0]}
     assert len(chosen) == 2
-
-
-def wrap_cpu_offloaded() -> str:
-    policy = CPUOffloadPolicy(pin_memory=False)
-    model = models.toy(models.flat_mesh(2), offload_policy=policy)
-    inner = build("AdamW", model)
-    with pytest.raises(UnsupportedParameterError) as caught:
-        models.wrap(inner, model)
-    inner.step()  # still an ordinary optimizer
-    check(type(inner).step is inner.step.__func__, "the optimizer was left half wrapped")
-    return str(caught.value)
-
-
-def test_cpu_offload_policy_is_refused_with_the_reason_and_the_remedy(ranks: Ranks) -> None:
-    for message in ranks(2).run(wrap_cpu_offloaded):
-        assert "CPUOffloadPolicy" in message
-        assert "Remedy: call fully_shard without offload_policy" in message

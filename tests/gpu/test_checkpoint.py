@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -15,12 +16,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from fsdp_offload import checkpoint
+from fsdp_offload import HybridDeviceOptimizer, checkpoint
 from tests.helpers.compare import assert_same
 from tests.phase_jobs import Net, close, device_here, make_net, make_optimizer, train
 
 LANES = ("streamed", "host", "mixed")
+WIDE = 1025  # uneven over two ranks
 SLEEP = 50_000_000  # cycles
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -145,3 +149,41 @@ def through_whole_states(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_whole_states_over_ranks(ranks: Callable[..., Any], dtype: str) -> None:
     ranks(2, device_type="cuda").run(through_whole_states, dtype)
+
+
+def fill(folder: str) -> int:
+    """Fill a model on the meta device; returns the most device memory beside its shards."""
+    with torch.device("meta"):
+        net = Net(WIDE)
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    for layer in (*net.layers, net.narrow, net):
+        fully_shard(layer, mesh=mesh)
+    net.scale = torch.full((WIDE,), 0.9, device="cuda")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    checkpoint.load(folder, net)
+    peak = torch.cuda.max_memory_allocated() - before
+    expected = make_net(width=WIDE)
+    shards = [parameter.to_local() for parameter in net.parameters()]  # type: ignore[attr-defined]
+    assert_same(shards, [parameter.to_local() for parameter in expected.parameters()])
+    optimizer = HybridDeviceOptimizer(torch.optim.AdamW(net.parameters()), net)
+    for _ in range(2):
+        net(torch.ones(8, WIDE, device="cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return peak - sum(shard.nbytes for shard in shards)
+
+
+def export(folder: str) -> None:
+    checkpoint.export_safetensors(make_net(width=WIDE), folder, max_shard_bytes="4MB")
+
+
+@pytest.mark.parametrize(
+    "count", [1, pytest.param(2, marks=pytest.mark.gpus(2))], ids=["one", "two"]
+)
+def test_the_meta_device_is_filled_shard_by_shard(
+    ranks: Callable[..., Any], tmp_path: Path, count: int
+) -> None:
+    ranks(count, device_type="cuda").run(export, str(tmp_path / "folder"))
+    extra = ranks(count, device_type="cuda").run(fill, str(tmp_path / "folder"))
+    assert max(extra) < 4 * WIDE * WIDE + (1 << 20)  # one uneven shard while it is padded

@@ -24,10 +24,16 @@ def test_there_are_few_options() -> None:
     ]  # fmt: skip
 
 
-def test_plain_modules_are_updated_in_the_step() -> None:
+@pytest.mark.parametrize("overlap", [None, "step"])
+def test_plain_modules_are_updated_in_the_step(
+    overlap: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "fsdp_offload")
     model = nn.Linear(4, 4)
-    optimizer = HybridDeviceOptimizer(torch.optim.AdamW(model.parameters()), model)
+    plain = torch.optim.AdamW(model.parameters())
+    optimizer = HybridDeviceOptimizer(plain, model, overlap=overlap)
     assert optimizer.statistics().overlap == "step"
+    assert ("model = fsdp_offload.shard(model)" in caplog.text) == (overlap is None)
 
 
 def chosen(how: str) -> str:

@@ -1,0 +1,95 @@
+"""Models on the meta device, before a load: memory for what the files hold, values for the rest."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core import dtensor
+from ..core.devices import default_device
+from ..core.errors import UnsupportedParameterError
+from ..core.fsdp import device_of, find_groups
+from ..core.storage import move
+from .files import as_bytes
+from .state import some
+
+
+def give_memory(models: Sequence[nn.Module]) -> None:
+    """Give all that is on the meta device memory, with any values: shards where FSDP2 keeps them,
+    the rest on the device that computes."""
+    for group in find_groups(models):
+        group.place(meta=True)
+    device = device_of(models) or default_device()
+    fresh: dict[Tensor, Tensor] = {}
+    for model in models:
+        for parameter in model.parameters():
+            if parameter.is_meta:
+                move(parameter, device)
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_meta:
+                    if buffer not in fresh:
+                        fresh[buffer] = torch.empty_like(buffer, device=device)
+                    setattr(module, name, fresh[buffer])
+
+
+@torch.no_grad()
+def make_buffers(models: Sequence[nn.Module], saved: Collection[str]) -> None:
+    """Give buffers on the meta device that are not ``saved`` memory and values.
+
+    The module's ``reset_parameters()`` makes them, or ``_init_weights(module)`` of the model of
+    Hugging Face around it.
+
+    Raises:
+        UnsupportedParameterError: neither does; nothing has changed.
+    """
+    device, names = device_of(models) or default_device(), dtensor.saved_names(models)
+    before: list[tuple[nn.Module, str, Tensor]] = []
+    without: list[str] = []
+    for model in models:
+        models_around: dict[str, Any] = {"": None}
+        for path, module in model.named_modules():
+            around = models_around[path.rpartition(".")[0]]
+            models_around[path] = around = module if hasattr(module, "_init_weights") else around
+            buffers = {
+                name: buffer
+                for name, buffer in module.named_buffers(recurse=False)
+                if buffer.is_meta and buffer.numel() and names[buffer][0] not in saved
+            }
+            before += [(module, name, buffer) for name, buffer in buffers.items()]
+            for name, buffer in buffers.items():
+                setattr(module, name, _unset(buffer, device))
+            if buffers:
+                _initialise(module, around)
+            without += [names[b][0] for n, b in buffers.items() if _is_unset(getattr(module, n))]
+    if without:
+        for module, name, buffer in before:
+            setattr(module, name, buffer)
+        raise UnsupportedParameterError(
+            f"buffers {some(without)} on the meta device",
+            reason="no file holds them (persistent=False), and their modules do not make them",
+            remedy="give their modules a reset_parameters() that does, or make the model with real "
+            "buffers, such as under accelerate.init_empty_weights()",
+        )
+
+
+def _initialise(module: nn.Module, around: Any) -> None:
+    """Let the module make its values, unless it would change parameters that have some."""
+    if all(parameter.is_meta for parameter in module.parameters(recurse=False)):
+        reset = around and functools.partial(around._init_weights, module)
+        getattr(module, "reset_parameters", reset or (lambda: None))()
+
+
+def _unset(buffer: Tensor, device: torch.device) -> Tensor:
+    """Make a tensor like ``buffer`` of bytes that are all ones: not-a-number, or -1."""
+    made = torch.empty_like(buffer, device=device, memory_format=torch.contiguous_format)
+    as_bytes(made).fill_(255)
+    return made
+
+
+def _is_unset(buffer: Tensor) -> bool:
+    return bool(as_bytes(buffer.contiguous()).eq(255).all())
