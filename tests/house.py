@@ -20,7 +20,9 @@ PACKAGE = ROOT / "fsdp_offload"
 if str(ROOT) not in sys.path:  # as a script
     sys.path.insert(0, str(ROOT))
 
-TORCH_FILES = tuple(f"fsdp_offload.core.{name}" for name in ("dtensor", "fsdp", "storage"))
+TORCH_FILES = tuple(
+    f"fsdp_offload.core.{name}" for name in ("dtensor", "fsdp", "fsdp_names", "storage")
+)
 """Modules that private API of torch is for."""
 
 EXCEPTIONS = {
@@ -263,7 +265,8 @@ def private_torch(modules: dict[str, ast.Module] | None = None) -> list[str]:
     """Where, outside of :data:`TORCH_FILES`, private API of torch is used that has no exception.
 
     Private is what is imported from torch, or asked of an object, by a name that begins with an
-    underscore and that no code of the package defines; and what :data:`~core.fsdp.NAMES` lists.
+    underscore and that no code of the package defines; and what
+    :data:`~core.fsdp_names.NAMES` lists.
     """
     modules = modules or trees()
     own = {name for module in modules.values() for node in ast.walk(module) for name in _own(node)}
@@ -296,8 +299,8 @@ def _own(node: ast.AST) -> list[str]:
 
 @functools.cache
 def _names_of_fsdp2() -> frozenset[str]:
-    """The second argument of each ``Name`` that ``core/fsdp.py`` lists."""
-    found = (n for n in ast.walk(tree(PACKAGE / "core/fsdp.py")) if isinstance(n, ast.Call))
+    """The second argument of each ``Name`` that ``core/fsdp_names.py`` lists."""
+    found = (n for n in ast.walk(tree(PACKAGE / "core/fsdp_names.py")) if isinstance(n, ast.Call))
     named = [ast.literal_eval(n.args[1]) for n in found if _called(n) == "Name"]
     return frozenset(name for name in named if name.startswith(("_", "fsdp_", "unsharded_")))
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import fsdp_offload
-from fsdp_offload.core.fsdp import TORCH_RUN
+from fsdp_offload.core.fsdp_names import TORCH_RUN
 
 REPOSITORY = Path(__file__).parents[1]
 OPTIONAL = {

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ..plan.activations import GroupRows, StashPlan
-from .attach import Attachment
-from .group import StashGroup
+from .group import Attachment, StashGroup
 from .offload import ActivationOffload, OffloadStatistics
 from .stash import PagedStash, StashStatistics
 

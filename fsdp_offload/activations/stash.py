@@ -24,8 +24,7 @@ from ..core.errors import (
 )
 from ..link import HostPool
 from ..plan.activations import StashPlan, make_plan
-from .attach import Attachment
-from .group import StashGroup
+from .group import Attachment, StashGroup
 from .pages import INVALID_ROWS, MOST_FAR, MOST_NEAR, MOST_RANGES, OVERFLOWS, PagePool
 from .pages_plain import page_kernels
 from .store import TAILS, RowStore

@@ -39,7 +39,7 @@ def check_import(import_torch: Callable[[], object]) -> Check | None:
 
 
 def _checks(index: int) -> Iterator[Check]:
-    failed = check_import(lambda: import_module(".torch_checks", __package__))
+    failed = check_import(lambda: import_module(".checks", __package__))
     yield from _of_torch_and_host(index) if failed is None else [failed]
 
 
@@ -52,9 +52,9 @@ def _of_torch_and_host(index: int) -> Iterator[Check]:
     import torch
 
     from ..core.errors import ConfigError
-    from ..core.fsdp import TORCH_RUN
+    from ..core.fsdp_names import TORCH_RUN
     from ..link.budget import host_memory
-    from . import host_checks, torch_checks
+    from . import checks
 
     count = torch.cuda.device_count()
     if not 0 <= index < max(1, count):
@@ -64,20 +64,20 @@ def _of_torch_and_host(index: int) -> Iterator[Check]:
             remedy="count from 0, or leave it out",
         )
     device = torch.device("cuda", index) if count else None
-    address = torch_checks.address_of(device) if device else ""
+    address = checks.address_of(device) if device else ""
     properties = [torch.cuda.get_device_properties(i) for i in range(count)]
     device_bytes = sum(each.total_memory for each in properties)
 
-    yield torch_checks.check_torch(str(torch.__version__), TORCH_RUN)
-    yield attempt("FSDP2", torch_checks.check_names)
-    driver = host_checks.driver_version(_ROOT)
-    yield torch_checks.check_device(torch.version.cuda, driver, [each.name for each in properties])
-    yield host_checks.check_host_memory(host_memory(_ROOT), device_bytes)
-    yield host_checks.check_numa(_ROOT, address, os.sched_getaffinity(0))
+    yield checks.check_torch(str(torch.__version__), TORCH_RUN)
+    yield attempt("FSDP2", checks.check_names)
+    driver = checks.driver_version(_ROOT)
+    yield checks.check_device(torch.version.cuda, driver, [each.name for each in properties])
+    yield checks.check_host_memory(host_memory(_ROOT), device_bytes)
+    yield checks.check_numa(_ROOT, address, os.sched_getaffinity(0))
     if device is not None:
         torch.cuda.set_device(device)
-    yield attempt("triton", lambda: torch_checks.check_triton(device))
+    yield attempt("triton", lambda: checks.check_triton(device))
     if device is not None:
-        yield attempt("other processes", lambda: torch_checks.check_others(device))
-        yield attempt("page-locking", lambda: torch_checks.check_pinning(device))
-        yield attempt("link", lambda: torch_checks.check_link(device, _ROOT, address))
+        yield attempt("other processes", lambda: checks.check_others(device))
+        yield attempt("page-locking", lambda: checks.check_pinning(device))
+        yield attempt("link", lambda: checks.check_link(device, _ROOT, address))

@@ -13,7 +13,8 @@ from . import dtensor
 from .backend import Backend
 from .devices import backend_for
 from .errors import ConfigError, DeviceError, UnsupportedParameterError
-from .fsdp import check_torch, find_groups
+from .fsdp import find_groups
+from .fsdp_names import check_torch
 from .progress import warn
 
 
@@ -86,7 +87,7 @@ def backend_of(parameters: Iterable[Tensor]) -> Backend:
     """
     devices: dict[torch.device, Tensor] = {}
     for parameter in parameters:
-        shard = dtensor.local(parameter)
+        shard = dtensor.with_history(parameter)
         mesh_type = dtensor.mesh_device_type(parameter)
         if shard.device.type not in (mesh_type, "meta"):
             raise UnsupportedParameterError(

@@ -21,6 +21,7 @@ MIB: Final = 1 << 20
 GIB: Final = 1 << 30
 Lane = Literal["resident", "streamed", "host"]
 _PINS: Final = ("require", "prefer", "never")
+OFFLOADS: Final = ("state", "all")
 OVERLAPS: Final = ("step", "forward", "backward")
 FIRST_DEVICE_BYTES: Final = GIB
 """What ``device_memory="auto"`` takes until it is known what is to spare."""
@@ -181,6 +182,8 @@ class OffloadConfig:
     element, and on the device. See ``docs/precision.md``."""
     master_weights: bool = True
     """Whether parameters with bf16 or fp16 shards get an fp32 master."""
+    offload: str = "state"
+    """What may leave the device: optimizer state, or weights as well."""
     transfer: TransferConfig = field(default_factory=TransferConfig)
 
     @classmethod
@@ -194,6 +197,7 @@ class OffloadConfig:
         overlap: str | None = None,
         moments: torch.dtype | str | None = None,
         master_weights: bool = True,
+        offload: str = "state",
         transfer: TransferConfig | None = None,
     ) -> OffloadConfig:
         """Check the user's arguments together.
@@ -217,6 +221,7 @@ class OffloadConfig:
             overlap=overlap,
             moments=_moments_meant(moments, master_weights),
             master_weights=master_weights,
+            offload=offload,
             transfer=_with_host_memory(transfer or TransferConfig(), host_memory),
         )
 
@@ -237,6 +242,7 @@ class OffloadConfig:
                 reason="the host lane updates state where it lies, in the dtype of the update",
                 remedy='use update_on="device", or leave moments out',
             )
+        check_choice("offload", self.offload, OFFLOADS, "it names what may leave the device")
         check_choice("master_weights", self.master_weights, (True, False), "neither True nor False")
         why = "it names what the updates run in, or beside"
         check_choice("overlap", self.overlap, (None, *OVERLAPS), why)

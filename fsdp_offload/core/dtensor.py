@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from .chunks import attach_chunk, chunks_of
 from .errors import UnsupportedParameterError
 from .fsdp import gathered_parameters
-from .gated import GatedShard, ungated
+from .gated import GatedShard, keeper_of, ungated
 from .storage import identity
 
 if TYPE_CHECKING:
@@ -61,9 +61,12 @@ class ShardInfo:
 def local(tensor: Tensor) -> Tensor:
     """The shard of ``tensor``: shares its memory, carries no autograd history.
 
-    Updates of it may be under way: see [Note: gated shards].
+    Updates of it may be under way: see [Note: gated shards]. A weight that is in host memory is
+    shown there, unless the caller holds a view of its copy.
     """
     shard = with_history(tensor)
+    if (keeper := keeper_of(shard)) is not None:
+        return keeper.local()
     # AsyncCollectiveTensor: the collective is still in flight.
     if type(shard) is not Tensor and hasattr(shard, "wait"):
         shard = shard.wait()
@@ -97,6 +100,12 @@ def open_gate(parameters: Gated) -> None:
     for parameter, gated in parameters:
         if gated is not None and parameter._local_tensor is gated:
             parameter._local_tensor = ungated(gated)
+
+
+def put(parameter: Tensor, shard: Tensor) -> None:
+    """Let ``parameter`` have this shard, or what stands for it."""
+    assert isinstance(parameter, DTensor)
+    parameter._local_tensor = shard
 
 
 class GatedGradients:
@@ -443,25 +452,6 @@ def memory_of(parameter: Tensor, storage: torch.UntypedStorage | None = None) ->
         return 0, 0
     storage = shard.untyped_storage() if storage is None else storage
     return identity(storage), int(shard.storage_offset())
-
-
-def sharing_memory(parameters: Iterable[Tensor]) -> set[Tensor]:
-    """Those whose shards have memory in common with the shard of another one."""
-    spans = []
-    for parameter in parameters:
-        shard = with_history(parameter)
-        if _is_plain(shard) and shard.layout is torch.strided:
-            storage, offset = memory_of(parameter)
-            start = offset * shard.itemsize
-            spans.append((storage, start, start + shard.nbytes, parameter))
-    found: set[Tensor] = set()
-    before, reached, last = 0, 0, None
-    for storage, start, stop, parameter in sorted(spans, key=lambda span: span[:2]):
-        if last is not None and storage == before and start < min(stop, reached):
-            found |= {last, parameter}
-        if storage != before or stop > reached:
-            before, reached, last = storage, stop, parameter
-    return found
 
 
 def plain_tensors(tensor: Tensor) -> list[tuple[str, Tensor]]:

@@ -1,9 +1,7 @@
-"""The only file that touches private API of FSDP2: its names, and groups that are watched.
+"""The only file that uses private API of FSDP2: groups that are watched, and shards that are lent.
 
-FSDP2 has no public way to its parameter groups (torch/distributed/fsdp/_fully_shard). What this
-package reads, replaces or writes there is listed in :data:`NAMES` and used in this file alone.
-:func:`check_torch` tries every one of them where an optimizer or an offloader is built: a version
-of torch without one of them is refused there, not in the middle of a backward.
+FSDP2 has no public way to its parameter groups (torch/distributed/fsdp/_fully_shard). What is read,
+replaced or written there is listed in ``core/fsdp_names.py``, and tried at construction.
 
 An FSDP2 *group* holds the parameters of one ``fully_shard`` call (of one mesh of it, where it has
 several): gathered together before they are used, reduced together after their backward. Three of
@@ -32,12 +30,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -45,163 +41,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 
 from .backend import Backend, Event, Stream
 from .comm_buffers import copies_without_tables
-from .errors import UnsupportedTorchError
-from .progress import warn
 from .storage import move
-
-TORCH_RUN: Final = ("2.11", "2.13", "2.14", "2.15")
-"""Versions that all tests were run with (docs/compatibility.md)."""
-
-
-@dataclass(frozen=True)
-class Name:
-    """One attribute of one of FSDP2's objects."""
-
-    owner: str  # "module", "state", "context", "group", "mesh", "streams" or "parameter"
-    attribute: str
-    use: str  # "read", "called", "replaced" (a method, on the instance) or "written"
-    purpose: str
-    before: str = ""  # what older versions call it
-    arguments: tuple[object, ...] = ()  # of a method, as FSDP2 or this package calls it
-
-
-NAMES: Final = (
-    Name("module", "_get_fsdp_state", "called", "from a module to its state"),
-    Name("state", "_fsdp_param_groups", "read", "from a state to its groups", "_fsdp_param_group"),
-    Name("state", "_state_ctx", "read", "the backward that all modules of a root share"),
-    Name("context", "is_last_backward", "read", "whether gradients are final"),
-    Name("group", "fsdp_params", "read", "its parameters, in the order of its flat buffers"),
-    Name("group", "offload_policy", "written", "CPUOffloadPolicy is taken off"),
-    Name("group", "device", "read", "where it computes"),
-    Name("group", "mesh_info", "read", "ranks that it is sharded and replicated over"),
-    Name("group", "comm_ctx", "read", "its streams"),
-    Name("group", "is_unsharded", "read", "whether a gather has anything to do"),
-    Name("group", "_training_state", "read", "which streams the next gather takes"),
-    Name("group", "_all_gather_result", "read", "a gather that was not waited for"),
-    Name("group", "_to_sharded", "called", "frees what a forward that raised has gathered"),
-    Name("group", "_all_gather_comm", "written", "its buffer is copied from without tables"),
-    Name("group", "_reduce_scatter_comm", "written", "its buffer is copied into without tables"),
-    Name("group", "_all_reduce_hook", "read", "whether the reduction needs a stream of its own"),
-    Name("group", "_post_reduce_event", "read", "when the gradients are there"),
-    Name("group", "_partial_reduce_output", "written", "gradients that wait for an all-reduce"),
-    Name("group", "reduce_grads", "read", "accumulation without synchronisation"),
-    Name("group", "all_reduce_grads", "read", "accumulation without the all-reduce of HSDP"),
-    Name("group", "lazy_init", "replaced", "refused while shards are away"),
-    Name("group", "unshard", "replaced", "waits for updates of the shards", arguments=(False,)),
-    Name("group", "wait_for_unshard", "replaced", "what updates read may be dropped"),
-    Name("group", "post_backward", "replaced", "gradients are final", arguments=(None, None)),
-    Name("mesh", "shard_mesh_dim", "read", "None: every rank has the whole parameters"),
-    Name("mesh", "replicate_mesh_dim", "read", "None: shards are not replicated"),
-    Name("sharded mesh", "shard_mesh_size", "read", "with one rank nothing is gathered"),
-    Name(
-        "streams",
-        "get_all_gather_streams",
-        "called",
-        "the stream that reads the shards",
-        arguments=(False, None),
-    ),
-    Name("streams", "reduce_scatter_stream", "written", "one rank reduces on the compute stream"),
-    Name("streams", "all_reduce_stream", "read", "where gradients of HSDP are reduced"),
-    Name("streams", "device_handle", "read", "the compute stream"),
-    Name("parameter", "sharded_param", "read", "the parameter that the optimizer has"),
-    Name("parameter", "_unsharded_param", "read", "holds gradients that were not reduced"),
-    Name("parameter", "unsharded_accumulated_grad", "read", "the same, in another dtype"),
-    Name("parameter", "reset_sharded_param", "replaced", "compares addresses: not while away"),
-    Name("parameter", "offload_to_cpu", "written", "CPUOffloadPolicy is taken off"),
-    Name("parameter", "pin_memory", "written", "the same"),
-    Name("parameter", "device", "read", "where it is gathered"),
-)
-"""See the module's docstring."""
-
-
-def check_torch(models: Iterable[nn.Module]) -> None:
-    """Try all of :data:`NAMES` that ``models`` have; one warning if torch is newer than tried.
-
-    Raises:
-        UnsupportedTorchError: one is missing.
-    """
-    _warn_if_newer(str(torch.__version__))
-    tried: set[object] = set()
-
-    def once(kind: object, owner: str, instance: Any) -> None:
-        if kind not in tried:
-            _try(owner, instance)
-            tried.add(kind)
-
-    for module in _modules(models):
-        once(type(module), "module", module)
-        state: Any = module._get_fsdp_state()
-        once(type(state), "state", state)
-        for group, _ in _groups_of(module):
-            kind = (type(group), type(getattr(group, "mesh_info", None)))
-            if kind not in tried:
-                _try_group(group, state)
-                tried.add(kind)
-
-
-def _try_group(group: Any, state: Any) -> None:
-    _try("group", group)
-    _try("context", state._state_ctx)
-    _try("mesh", group.mesh_info)
-    if group.mesh_info.shard_mesh_dim is not None:
-        _try("sharded mesh", group.mesh_info)
-    # FSDP2 makes streams in the first forward: these are of the CPU, and none of the group's.
-    streams = type(group.comm_ctx)()
-    streams.lazy_init(torch.device("cpu"))
-    _try("streams", streams)
-    for parameter in group.fsdp_params[:1]:
-        _try("parameter", parameter)
-
-
-def _try(owner: str, instance: Any) -> None:
-    for name in NAMES:
-        if name.owner == owner and (problem := _problem(name, instance)):
-            raise UnsupportedTorchError(
-                f"torch {torch.__version__}, {type(instance).__name__}.{name.attribute}",
-                reason=f"this private name of FSDP2 {problem}; it is {name.use}: {name.purpose}",
-                remedy=f"install a version that was tried: torch {', '.join(TORCH_RUN)}",
-            )
-
-
-def _problem(name: Name, instance: Any) -> str:
-    """What is wrong with it, or nothing."""
-    kind = type(instance)
-    in_class = inspect.getattr_static(kind, name.attribute, None)
-    if not (hasattr(instance, name.attribute) or (name.before and hasattr(instance, name.before))):
-        # _unsharded_param is declared, and there from the first gather on.
-        return "" if name.attribute in inspect.get_annotations(kind) else "does not exist"
-    if name.use in ("called", "replaced") and not _takes(in_class, name.arguments):
-        return f"does not take {len(name.arguments)} arguments"
-    if name.use == "written" and isinstance(in_class, property):
-        return "cannot be written"
-    return ""
-
-
-def _takes(method: Any, arguments: tuple[object, ...]) -> bool:
-    """Of the class: on the instance another optimizer or offloader may have replaced it."""
-    try:
-        inspect.signature(method).bind(None, *arguments)
-    except TypeError:
-        return False
-    return True
-
-
-@functools.cache
-def _warn_if_newer(version: str) -> None:
-    """Once per process and version."""
-    newest = TORCH_RUN[-1]
-    if _minor(version) > _minor(newest):
-        warn(
-            "torch %s is newer than the versions that fsdp_offload was tried with (%s); "
-            "FSDP2's private names are tried at construction, results are not",
-            version,
-            ", ".join(TORCH_RUN),
-        )
-
-
-def _minor(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in version.split(".")[:2])
-
 
 # --------------------------------------------------------------------------- groups of a model
 
@@ -211,17 +51,17 @@ def fsdp_groups(models: Iterable[nn.Module]) -> list[tuple[Any, Any]]:
 
     ``fully_shard`` of several modules gives all of them one state.
     """
-    return list(dict.fromkeys(pair for m in _modules(models) for pair in _groups_of(m)))
+    return list(dict.fromkeys(pair for m in fsdp_modules(models) for pair in groups_of(m)))
 
 
-def _modules(models: Iterable[nn.Module]) -> Iterator[FSDPModule]:
+def fsdp_modules(models: Iterable[nn.Module]) -> Iterator[FSDPModule]:
     for model in models:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 yield module
 
 
-def _groups_of(module: FSDPModule) -> list[tuple[Any, Any]]:
+def groups_of(module: FSDPModule) -> list[tuple[Any, Any]]:
     """torch 2.11 keeps one per state, later versions a list (and raise for "the" one where there
     are several)."""
     state: Any = module._get_fsdp_state()
@@ -280,6 +120,54 @@ class Watcher(Protocol):
         ...
 
 
+class Lender(Protocol):
+    """Who has the memory of shards that FSDP2 gathers; ``index`` is as of a :class:`Watcher`."""
+
+    def lending(self, index: int, stream: Stream) -> AbstractContextManager[None]:
+        """Inside, ``stream`` reads the group's shards: :attr:`GroupShard.padded`."""
+        ...
+
+
+class GroupShard:
+    """One sharded parameter of a group, as FSDP2 has it."""
+
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
+
+    @property
+    def parameter(self) -> Tensor:
+        """The parameter that the optimizer has."""
+        return self._raw.sharded_param  # type: ignore[no-any-return]
+
+    @property
+    def padded(self) -> Tensor:
+        """What a gather reads: 1-D, the elements of the shard, then padding."""
+        return self._raw._sharded_param_data  # type: ignore[no-any-return]
+
+    @padded.setter
+    def padded(self, memory: Tensor) -> None:
+        self._raw._sharded_param_data = memory
+
+    def lend(self, adopts: Callable[[Tensor], bool]) -> Callable[[], None]:
+        """Call ``adopts``, a method whose object is not kept alive, with what may have other values
+        after construction, a conversion or a load: False: FSDP2 keeps them. Returns what ends it.
+        """
+        find, original = weakref.WeakMethod(adopts), self._raw.reset_sharded_param
+        reset = functools.partial(self._reset, find, original)
+        self._raw.__dict__["reset_sharded_param"] = reset
+        return functools.partial(_unwatch, weakref.ref(self._raw), find, ("reset_sharded_param",))
+
+    def _reset(
+        self, find: Callable[[], Callable[[Tensor], bool] | None], original: Callable[[], None]
+    ) -> None:
+        info, adopts = self._raw._module_info, find()
+        parameter = getattr(info.module, info.param_name)  # some loads assign another one
+        if adopts is not None and adopts(parameter):
+            self._raw.sharded_param = parameter
+        else:
+            original()
+
+
 class Group:
     """One FSDP2 parameter group of a model."""
 
@@ -324,10 +212,29 @@ class Group:
             "wait_for_unshard": self._wait_for_unshard,
             "post_backward": self._post_backward,
         }
+        return self._replace(find, methods, index, backend)
+
+    def _replace(
+        self, find: Callable[[], object], methods: dict[str, Callable[..., None]], *args: Any
+    ) -> Callable[[], None]:
         for name, method in methods.items():
             original = getattr(self._raw, name)
-            self._raw.__dict__[name] = functools.partial(method, find, index, backend, original)
+            self._raw.__dict__[name] = functools.partial(method, find, *args, original)
         return functools.partial(_unwatch, weakref.ref(self._raw), find, tuple(methods))
+
+    @property
+    def shards(self) -> list[GroupShard]:
+        """The same, as FSDP2 has them."""
+        return [GroupShard(fsdp_param) for fsdp_param in self._raw.fsdp_params]
+
+    def lend(self, index: int, lender: Lender, backend: Backend) -> Callable[[], None]:
+        """Let ``lender``, which is not kept alive, have the shards; returns what ends it."""
+        find = weakref.ref(lender)
+        methods: dict[str, Callable[..., None]] = {
+            "unshard": self._lend_to_unshard,
+            "wait_for_unshard": self._lend_to_wait,
+        }
+        return self._replace(find, methods, index, backend)
 
     # ------------------------------------------------------------------ while shards are away
 
@@ -414,6 +321,39 @@ class Group:
             event = self._raw._post_reduce_event  # None on the CPU, where nothing is late
             stream = backend.adopt_stream(reduce_stream)
             watcher.after_reduce(index, backend.adopt_event(event), stream)
+
+    def _lend_to_unshard(
+        self,
+        find: Callable[[], Lender | None],
+        index: int,
+        backend: Backend,
+        original: Callable[[bool], None],
+        async_op: bool = False,
+    ) -> None:
+        lender, raw = find(), self._raw
+        reads = raw._all_gather_result is None and raw.is_sharded and self._world_size > 1
+        if lender is None or not reads:
+            original(async_op)
+            return
+        streams = raw.comm_ctx.get_all_gather_streams(async_op, raw._training_state)
+        with lender.lending(index, backend.adopt_stream(streams[0])):
+            original(async_op)
+
+    def _lend_to_wait(
+        self,
+        find: Callable[[], Lender | None],
+        index: int,
+        backend: Backend,
+        original: Callable[[], None],
+    ) -> None:
+        lender, raw = find(), self._raw
+        reads = raw._all_gather_result is not None and raw.is_sharded and self._world_size == 1
+        with (
+            lender.lending(index, backend.current_stream())
+            if lender is not None and reads
+            else contextlib.nullcontext()
+        ):
+            original()
 
     def _copies(self, watcher: Watcher | None, name: str) -> AbstractContextManager[None]:
         if watcher is None or not watcher.uses_link:

@@ -1,4 +1,4 @@
-"""Stands for a shard while an update works on it: code that uses it waits first.
+"""Stands for a shard that an update works on, or that is in host memory: its users wait first.
 
 [Note: gated shards]
 After ``step()`` a parameter's update may still run on another stream. FSDP2's all-gathers wait for
@@ -13,6 +13,12 @@ What it cannot see is an older tensor that shares the shard's memory, such as ``
 Gradients of ``overlap="forward"`` are guarded likewise: the update reads them, so code that writes
 into one waits. So does code that reads one: there is one rule for all uses.
 
+A weight that lives in host memory (``optimizer/weights.py``) has the same stand-in. FSDP2's gathers
+read a slot of the link; all other code gets a copy, which is dropped after the use. The copy is
+kept if that use wrote into it, or if its result may share its memory, and goes back to host memory
+before the next gather. ``detach()`` and views of the same shape stand for the same weight, so a
+state dict moves nothing before its values are used.
+
 What ``torch.compile`` makes of a function takes its inputs apart (``__tensor_flatten__``) in each
 run, and works on plain tensors, whose addresses it takes without asking any method. So the part of
 a gated shard is the shard, and reading that waits. The part is called ``data`` because torch's
@@ -23,13 +29,13 @@ without memory. It raises "Cannot access data pointer", as all C++ does that ask
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final, Self
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from .storage import refuse_addresses
+from .storage import identity, refuse_addresses
 
 _METADATA: Final[frozenset[Any]] = frozenset(
     [
@@ -46,25 +52,64 @@ _METADATA: Final[frozenset[Any]] = frozenset(
 """What the shard's values and addresses play no part in."""
 
 
+_ALIASES: Final[frozenset[Any]] = frozenset(
+    (
+        *(Tensor.detach, Tensor.view_as, torch.ops.aten.detach.default),
+        *(torch.ops.aten.alias.default, torch.ops.aten.view.default),
+    )
+)
+"""Operations whose result is the shard again, if its shape is the same."""
+
+
+class Keeper(Protocol):
+    """Who has the values of a shard that is in host memory."""
+
+    def take(self) -> Tensor:
+        """The shard, for uses on the current stream."""
+        ...
+
+    def used(self, shard: Tensor, *, is_shared: bool) -> None:
+        """A use of what :meth:`take` gave has ended; ``is_shared``: the caller has written into its
+        memory, or may do so later."""
+        ...
+
+    def local(self) -> Tensor:
+        """The values themselves, in host memory, or in the copy that the caller holds a view of:
+        what is written there is the weight."""
+        ...
+
+    def bring_back(self) -> None:
+        """Give the parameter its device memory back, for good."""
+        ...
+
+
 def _do_nothing() -> None:
-    """What a copy that ``torch.compile`` traces with waits for."""
+    """What a copy that ``torch.compile`` traces with waits for, and a shard in host memory."""
 
 
 class GatedShard(Tensor):
-    """Stands for ``shard``; holds no memory. ``wait`` is called before each use."""
+    """Stands for ``shard``; holds no memory. ``wait`` is called before each use.
+
+    With a ``keeper`` the shard is in host memory, and ``shard`` is what it looks like.
+    """
 
     _shard: Tensor
     _wait: Callable[[], None]
+    keeper: Keeper | None
     _looks: tuple[torch.Size, torch.dtype] | None
     """What :meth:`takes` a shard by; None: it takes none."""
     _is_free = False
 
     @staticmethod
-    def __new__(cls, shard: Tensor, wait: Callable[[], None]) -> Self:
+    def __new__(
+        cls, shard: Tensor, wait: Callable[[], None] = _do_nothing, keeper: Keeper | None = None
+    ) -> Self:
         made: Self = torch.Tensor._make_wrapper_subclass(
             cls, shard.shape, strides=shard.stride(), dtype=shard.dtype, device=shard.device
         )
-        made._shard, made._wait = shard, wait
+        made._wait, made.keeper = wait, keeper
+        if keeper is None:
+            made._shard = shard
         made._looks = (shard.shape, shard.dtype) if shard.is_contiguous() else None
         refuse_addresses(made)  # for C++ that asks for one
         return made
@@ -86,7 +131,11 @@ class GatedShard(Tensor):
     def data(self) -> Tensor:  # type: ignore[override]
         """The shard with final values."""
         self._wait()
-        return self._shard
+        if self.keeper is None:
+            return self._shard
+        shard = self.keeper.take()
+        self.keeper.used(shard, is_shared=True)
+        return shard
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         """See the module's docstring."""
@@ -113,26 +162,75 @@ class GatedShard(Tensor):
 
     @staticmethod
     def _use(func: Any, args: Any, kwargs: Any) -> Any:
+        first = args[0] if args else None
+        if func in _ALIASES and type(first) is GatedShard and first.keeper is not None:
+            shape = args[1] if len(args) > 1 else first.shape
+            if tuple(getattr(shape, "shape", shape)) == first.shape:
+                return GatedShard(first, keeper=first.keeper)
         waits: dict[Callable[[], None], None] = {}  # each once: a list may have all of a model
-        opened, named = _opened(args, waits), _opened(kwargs or {}, waits)
+        taken: dict[Keeper, tuple[GatedShard, Tensor]] = {}
+        opened, named = _opened(args, waits, taken), _opened(kwargs or {}, waits, taken)
         for wait in waits:
             wait()
-        return func(*opened, **named)
+        result, schema = None, getattr(func, "_schema", None)  # of aten's, below autograd
+        is_written = schema is not None and schema.is_mutable
+        try:
+            result = func(*opened, **named)
+        finally:
+            for keeper, (stand_in, shard) in taken.items():
+                result = stand_in if result is shard else result
+                is_shared = is_written or _may_share(result, shard.untyped_storage())
+                keeper.used(shard, is_shared=is_shared)
+        return result
 
 
-def _opened(value: Any, waits: dict[Callable[[], None], None]) -> Any:
-    """``value`` with shards in place of what stands for them; ``waits`` is added to."""
+def _opened(value: Any, waits: dict[Any, None], taken: dict[Any, Any]) -> Any:
+    """``value`` with shards in place of what stands for them; ``waits`` and ``taken`` grow."""
     if type(value) is GatedShard:
         waits[value._wait] = None
-        return value._shard
+        if value.keeper is None:
+            return value._shard
+        if value.keeper not in taken:
+            taken[value.keeper] = value, value.keeper.take()
+        return taken[value.keeper][1]
     if type(value) in (list, tuple):
-        return type(value)(_opened(each, waits) for each in value)
+        return type(value)(_opened(each, waits, taken) for each in value)
     if type(value) is dict:
-        return {name: _opened(each, waits) for name, each in value.items()}
+        return {name: _opened(each, waits, taken) for name, each in value.items()}
     return value
 
 
+def _may_share(result: object, storage: torch.UntypedStorage) -> bool:
+    """Whether something outside may read or write this memory by ``result``."""
+    if isinstance(result, GatedShard | bool | float | str):
+        return False
+    if isinstance(result, list | tuple):
+        return any(_may_share(each, storage) for each in result)
+    if not isinstance(result, Tensor):
+        return True  # an address, an array; None, of a collective in place
+    try:
+        return identity(result.untyped_storage()) == identity(storage)
+    except (NotImplementedError, RuntimeError):  # of a layout, or a subclass, without a storage
+        return True
+
+
 def ungated(tensor: Tensor) -> Tensor:
-    """The shard, where ``tensor`` stands for one. Does not wait: for code that knows its events,
-    or needs no values."""
-    return tensor._shard if type(tensor) is GatedShard else tensor
+    """The shard, where ``tensor`` stands for one that is on the device. Does not wait: for code
+    that knows its events, or needs no values."""
+    return tensor._shard if type(tensor) is GatedShard and tensor.keeper is None else tensor
+
+
+def keeper_of(tensor: Tensor) -> Keeper | None:
+    """Who has the values, where ``tensor`` stands for a shard in host memory."""
+    return tensor.keeper if type(tensor) is GatedShard else None
+
+
+def bring_back(shards: Iterable[Tensor]) -> None:
+    """Give those that are in host memory their device memory back, for good.
+
+    Raises:
+        DeviceMemoryError: there is no room.
+    """
+    for shard in shards:
+        if (keeper := keeper_of(shard)) is not None:
+            keeper.bring_back()

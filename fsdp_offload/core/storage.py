@@ -44,6 +44,19 @@ def owners(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
+def _alone() -> int:
+    tensor = torch.empty(1, device="cpu")
+    return owners(tensor.untyped_storage())
+
+
+_ALONE: Final = _alone()
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Whether other tensors have the same storage."""
+    return owners(tensor.untyped_storage()) > _ALONE
+
+
 def refuse_addresses(tensor: Tensor) -> None:
     """Let C++ that asks for the address of a tensor without memory raise, not read address 0."""
     torch._C._set_throw_on_mutable_data_ptr(tensor)

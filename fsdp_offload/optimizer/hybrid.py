@@ -54,6 +54,8 @@ class HybridDeviceOptimizer(Optimizer):
         model: the module (or modules) whose parameters it holds: gives names, the update order,
             and lets loads into the module be noticed. Weights of FSDP2's ``CPUOffloadPolicy`` move
             to the device.
+        offload: ``"state"`` (default): optimizer state leaves the device. ``"all"``: frozen weights
+            of FSDP2 modules as well, which are fetched before each gather.
         elementwise: for a class that is not torch's: each element's update depends on that element
             and its own state alone, and state is made at a parameter's first step. Without it such
             a class runs its own step on the device, and its state stays there.
@@ -99,6 +101,7 @@ class HybridDeviceOptimizer(Optimizer):
         optimizer: Optimizer,
         model: nn.Module | Sequence[nn.Module] | None = None,
         *,
+        offload: str = "state",
         elementwise: bool = False,
         device_memory: int | str = "auto",
         host_memory: int | str | None = None,
@@ -119,6 +122,7 @@ class HybridDeviceOptimizer(Optimizer):
             moments=moments,
             master_weights=master_weights,
             offload_fraction=offload_fraction,
+            offload=offload,
             transfer=transfer,
         )
         check_wrappable(optimizer)
@@ -326,7 +330,11 @@ class HybridDeviceOptimizer(Optimizer):
             return gather(self._updates)
 
     def close(self) -> None:
-        """Finish all work and give host memory, slots and the host thread back. Idempotent."""
+        """Finish all work and give host memory, slots and the host thread back. Idempotent.
+
+        Raises:
+            DeviceMemoryError: no room for weights that come back; free some and call it again.
+        """
         self._updates.close()
 
     def __repr__(self) -> str:

@@ -17,6 +17,7 @@ from ..core.arguments import backend_of
 from ..core.backend import Backend
 from ..core.config import Lane, OffloadConfig
 from ..core.errors import DeviceError, StateDictError
+from ..core.gated import bring_back
 from ..link import HostPool
 from ..pipeline.engine import Engine
 from ..pipeline.inventory import Inventory, Placed, missing_kinds
@@ -80,6 +81,7 @@ class Reservation:
         is as before."""
         if not added:
             return
+        bring_back(dtensor.with_history(parameter) for parameter, _ in added)  # frozen until now
         backend = backend_of(parameter for parameter, _ in added)
         if backend.device != self.backend.device:
             raise DeviceError(

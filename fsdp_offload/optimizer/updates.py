@@ -37,6 +37,8 @@ from .masters import Masters, remove_all, watch_reads
 from .overlap import Overlap, make_overlap, with_overlap
 from .reservation import Reservation
 from .state_view import StateView, match
+from .weights import Weights
+from .whole_model import keep_on_host
 from .wrapping import (
     GroupedParameters,
     changed_groups_error,
@@ -74,6 +76,7 @@ class Updates:
         self.view = StateView(inner if steps_itself else None)
         self.reserved = Reservation(inner, models, config, backend, self.view)
         self.overlap: Overlap | None = None
+        self.weights: Weights | None = None
         self.memory = DeviceMemory(backend) if config.device_memory == "auto" else None
         # It ends all work while masters can see the weights.
         self.device_state = DeviceState(self.reserved, finish=self.finish, turn=self.life.turn)
@@ -92,6 +95,11 @@ class Updates:
                 else:
                     self._extend(self.reserved.inventory.trainable())
                     self.reserved.take_over()
+                if self._config.offload == "all":
+                    reserved = self.reserved
+                    used_bytes = reserved.engine.ring.own_bytes
+                    backend, config = reserved.backend, reserved.config
+                    self.weights = keep_on_host(self._models, backend, config, used_bytes)
         except BaseException:
             self._give_back()
             raise
@@ -392,17 +400,28 @@ class Updates:
             )
 
     def close(self) -> None:
-        """Finish all work and give all memory back. Idempotent."""
+        """Finish all work and give all memory back. Idempotent.
+
+        Raises:
+            DeviceMemoryError: see :meth:`.Weights.bring_back`.
+        """
         if self.life.closed or not self.life.is_ours:
             return
         with self.life.turn("close()"):
             self.drain_quietly()
+            self._bring_weights_back()
             self.life.close()
             if not self.steps_itself:
                 self.view.shown.clear()
             self._give_back()
 
+    def _bring_weights_back(self) -> None:
+        if self.weights is not None:
+            self.weights.close()
+        self.weights = None
+
     def _give_back(self) -> None:
+        self._bring_weights_back()
         if self.overlap is not None:
             self.overlap.unwatch()
             self.overlap.clear_spent()

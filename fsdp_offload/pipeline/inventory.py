@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -96,7 +96,7 @@ class Inventory:
             lanes: theirs, where they had some before; those without are native.
         """
         self._name_missing()
-        shared = dtensor.sharing_memory(parameter for parameter, _ in self.parameters())
+        shared = _sharing_memory(parameter for parameter, _ in self.parameters())
         specs = {p: self._measured(p, group, is_shared=p in shared) for p, group in added}
         ordered = self._in_update_order(added)
         if lanes is None:
@@ -212,3 +212,22 @@ def missing_kinds(param: ParamState, schema: Schema) -> list[str]:
         return []
     reserved = {kind.name for kind in param.schema.kinds}
     return sorted(kind.name for kind in schema.kinds if kind.name not in reserved)
+
+
+def _sharing_memory(parameters: Iterable[Tensor]) -> set[Tensor]:
+    """Those whose shards have memory in common with the shard of another one."""
+    spans = []
+    for parameter in parameters:
+        shard = dtensor.with_history(parameter)
+        if type(shard) in (Tensor, nn.Parameter) and shard.layout is torch.strided:
+            storage, offset = dtensor.memory_of(parameter)
+            start = offset * shard.itemsize
+            spans.append((storage, start, start + shard.nbytes, parameter))
+    found: set[Tensor] = set()
+    before, reached, last = 0, 0, None
+    for storage, start, stop, parameter in sorted(spans, key=lambda span: span[:2]):
+        if last is not None and storage == before and start < min(stop, reached):
+            found |= {last, parameter}
+        if storage != before or stop > reached:
+            before, reached, last = storage, stop, parameter
+    return found

@@ -174,6 +174,21 @@ def spread(order: Sequence[int]) -> list[int]:
     return [order[i] for i in sorted(range(len(order)), key=lambda i: i * golden % 1)]
 
 
+def choose_travelling(sizes: Sequence[int], allowed: int, slots: int) -> set[int]:
+    """Which groups of weights leave a device that has ``allowed`` bytes for them and ``slots``.
+
+    Each slot is as large as the largest group. No slots where all of them stay.
+    """
+    left = allowed - (slots * max(sizes) if sum(sizes) > allowed else 0)
+    travelling = set[int]()
+    for index in spread([index for index, size in enumerate(sizes) if size]):
+        if sizes[index] <= left:
+            left -= sizes[index]
+        else:
+            travelling.add(index)
+    return travelling
+
+
 def most_slots(allowed: int, slot_bytes: int) -> int:
     """How many slots ``allowed`` bytes are good for, while buckets travel."""
     return max(LEAST_SLOTS, min(allowed // 2, MOST_SLOT_BYTES) // slot_bytes)

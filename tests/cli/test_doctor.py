@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_offload.cli import doctor, host_checks, torch_checks
+from fsdp_offload.cli import checks, doctor
 from fsdp_offload.cli.check import Check, attempt, worst
 from fsdp_offload.cli.main import main
 from fsdp_offload.core import devices
 from fsdp_offload.core.errors import PinningError
-from fsdp_offload.core.fsdp import NAMES, TORCH_RUN
+from fsdp_offload.core.fsdp_names import NAMES, TORCH_RUN
 from fsdp_offload.link.budget import HostMemory
 
 GIB = 1 << 30
@@ -43,13 +43,13 @@ def check(found: Check, state: str, *texts: str) -> None:
 
 def test_host_memory() -> None:
     free = HostMemory("MemAvailable", 200 * GIB, 256 * GIB)
-    check(host_checks.check_host_memory([free], 80 * GIB), "ok", "200.00 GiB", "MemAvailable")
+    check(checks.check_host_memory([free], 80 * GIB), "ok", "200.00 GiB", "MemAvailable")
     cgroup = HostMemory("its memory cgroup", 64 * GIB, 100 * GIB)
-    check(host_checks.check_host_memory([free, cgroup], 64 * GIB), "ok", "64.00 GiB", "cgroup")
-    check(host_checks.check_host_memory([free, cgroup], 65 * GIB), "warning", "64.00 GiB", "65.00")
+    check(checks.check_host_memory([free, cgroup], 64 * GIB), "ok", "64.00 GiB", "cgroup")
+    check(checks.check_host_memory([free, cgroup], 65 * GIB), "warning", "64.00 GiB", "65.00")
     full = HostMemory("its memory cgroup", 0, 100 * GIB)
-    check(host_checks.check_host_memory([free, full], 0), "error", "0 bytes free", "cgroup")
-    check(host_checks.check_host_memory([], 0), "warning", "not known", "host_memory=")
+    check(checks.check_host_memory([free, full], 0), "error", "0 bytes free", "cgroup")
+    check(checks.check_host_memory([], 0), "warning", "not known", "host_memory=")
 
 
 def two_nodes(root: Path, *, node: str = "1", near: str = "8-15") -> Path:
@@ -61,15 +61,15 @@ def two_nodes(root: Path, *, node: str = "1", near: str = "8-15") -> Path:
 
 def test_the_cores_of_this_process_are_next_to_the_device(tmp_path: Path) -> None:
     root = two_nodes(tmp_path)
-    check(host_checks.check_numa(root, ADDRESS, range(6, 10)), "ok", "node 1", "may use 2")
-    found = host_checks.check_numa(root, ADDRESS, range(8))
+    check(checks.check_numa(root, ADDRESS, range(6, 10)), "ok", "node 1", "may use 2")
+    found = checks.check_numa(root, ADDRESS, range(8))
     check(found, "warning", "none of its cores", "--cpunodebind=1")
-    check(host_checks.check_numa(root, "", range(8)), "ok", "nodes: 2")
+    check(checks.check_numa(root, "", range(8)), "ok", "nodes: 2")
 
 
 def test_the_node_of_the_device_is_not_known(tmp_path: Path) -> None:
     root = two_nodes(tmp_path, node="-1", near="0-15")
-    check(host_checks.check_numa(root, ADDRESS, range(8)), "warning", "2 nodes", ADDRESS)
+    check(checks.check_numa(root, ADDRESS, range(8)), "warning", "2 nodes", ADDRESS)
 
 
 def link(root: Path, speed: str, width: str) -> Path:
@@ -78,12 +78,12 @@ def link(root: Path, speed: str, width: str) -> Path:
 
 
 def test_what_pcie_carries(tmp_path: Path) -> None:
-    assert host_checks.pcie_gbps(tmp_path, ADDRESS) == 0
+    assert checks.pcie_gbps(tmp_path, ADDRESS) == 0
     root = link(tmp_path, "32.0 GT/s PCIe", "16")
-    assert host_checks.pcie_gbps(root, ADDRESS) == pytest.approx(63.0, abs=0.1)
+    assert checks.pcie_gbps(root, ADDRESS) == pytest.approx(63.0, abs=0.1)
     root = link(tmp_path, "5.0 GT/s PCIe", "16")
-    assert host_checks.pcie_gbps(root, ADDRESS) == pytest.approx(8.0)
-    assert host_checks.pcie_gbps(link(tmp_path, "Unknown", "16"), ADDRESS) == 0
+    assert checks.pcie_gbps(root, ADDRESS) == pytest.approx(8.0)
+    assert checks.pcie_gbps(link(tmp_path, "Unknown", "16"), ADDRESS) == 0
 
 
 # --------------------------------------------------------------------------- torch and device
@@ -101,7 +101,7 @@ def test_what_pcie_carries(tmp_path: Path) -> None:
     ],
 )
 def test_torch(version: str, state: str) -> None:
-    check(torch_checks.check_torch(version, ("2.11", "2.13", "2.15")), state, version)
+    check(checks.check_torch(version, ("2.11", "2.13", "2.15")), state, version)
 
 
 def test_torch_that_cannot_be_imported() -> None:
@@ -115,11 +115,11 @@ def test_torch_that_cannot_be_imported() -> None:
 
 
 def test_names_of_fsdp2_are_tried_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    check(torch_checks.check_names(), "ok", f"all {len(NAMES)}")
+    check(checks.check_names(), "ok", f"all {len(NAMES)}")
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     monkeypatch.delattr(FSDPParamGroup, "wait_for_unshard")
-    check(torch_checks.check_names(), "error", "FSDPParamGroup.wait_for_unshard", "torch 2.")
+    check(checks.check_names(), "error", "FSDPParamGroup.wait_for_unshard", "torch 2.")
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_names_of_fsdp2_are_tried_here(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_device(cuda: str | None, driver: str, devices: list[str], state: str, text: str) -> None:
-    check(torch_checks.check_device(cuda, driver, devices), state, text)
+    check(checks.check_device(cuda, driver, devices), state, text)
 
 
 CPU = torch.device("cpu")
@@ -147,10 +147,10 @@ def test_page_locking_that_the_driver_refuses(monkeypatch: pytest.MonkeyPatch) -
     unpinned: list[int] = []
     monkeypatch.setattr(devices, "unpin", lambda _, size, on: unpinned.append(size))
     monkeypatch.setattr(devices, "pin", refused)
-    check(torch_checks.check_pinning(CPU), "error", "answered 2", "free host memory")
+    check(checks.check_pinning(CPU), "error", "answered 2", "free host memory")
     assert unpinned == []
     monkeypatch.setattr(devices, "pin", lambda *_: None)
-    check(torch_checks.check_pinning(CPU), "ok")
+    check(checks.check_pinning(CPU), "ok")
     assert unpinned == [64 << 20]
 
 
@@ -159,8 +159,8 @@ def test_a_slow_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def found(to: float, back: float, root: Path = root) -> Check:
         figures = {"h2d_gbps": to, "d2h_gbps": back, "h2d+d2h_gbps": to + back}
-        monkeypatch.setattr(torch_checks, "measure_link", lambda *_: figures)
-        return torch_checks.check_link(CPU, root, ADDRESS)
+        monkeypatch.setattr(checks, "measure_link", lambda *_: figures)
+        return checks.check_link(CPU, root, ADDRESS)
 
     check(found(55, 54), "ok", "55.0 GB/s", "54.0 back", "63.0")
     check(found(25, 25), "warning", "25.0 GB/s", "lspci")  # half the width
@@ -173,7 +173,7 @@ def test_other_processes_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def found(free_gib: int, own_gib: int) -> Check:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_gib * GIB, 80 * GIB))
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: own_gib * GIB)
-        return torch_checks.check_others(CPU)
+        return checks.check_others(CPU)
 
     check(found(79, 0), "ok", "79.00 GiB")
     check(found(39, 40), "ok")
@@ -182,9 +182,9 @@ def test_other_processes_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     def found(device: torch.device | None, *, is_there: bool, kernels: object = None) -> Check:
-        monkeypatch.setattr(torch_checks, "find_spec", lambda _: is_there or None)
-        monkeypatch.setattr(torch_checks, "triton_kernels", lambda: kernels)
-        return torch_checks.check_triton(device)
+        monkeypatch.setattr(checks, "find_spec", lambda _: is_there or None)
+        monkeypatch.setattr(checks, "triton_kernels", lambda: kernels)
+        return checks.check_triton(device)
 
     check(found(CPU, is_there=True, kernels=1), "ok", "compile")
     check(found(None, is_there=False), "ok", "not installed")
@@ -222,12 +222,12 @@ def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(doctor, "_ROOT", root)
     monkeypatch.setattr(devices, "pin", lambda *given: figures["pin"](*given))
     monkeypatch.setattr(devices, "unpin", lambda *given: None)
-    monkeypatch.setattr(torch_checks, "triton_kernels", lambda: figures["triton"])
+    monkeypatch.setattr(checks, "triton_kernels", lambda: figures["triton"])
 
     def measure_link(*_: object) -> dict[str, float]:
         return {"h2d_gbps": figures["h2d"], "d2h_gbps": 54.0, "h2d+d2h_gbps": 90.0}
 
-    monkeypatch.setattr(torch_checks, "measure_link", measure_link)
+    monkeypatch.setattr(checks, "measure_link", measure_link)
     return figures
 
 
@@ -262,9 +262,9 @@ def test_faults_of_a_device(device: dict[str, Any], capsys: pytest.CaptureFixtur
 
 
 def test_the_driver_says_its_version(tmp_path: Path) -> None:
-    assert host_checks.driver_version(tmp_path) == ""
+    assert checks.driver_version(tmp_path) == ""
     write(tmp_path, {"proc/driver/nvidia/version": DRIVER})
-    assert host_checks.driver_version(tmp_path) == "570.86.10"
+    assert checks.driver_version(tmp_path) == "570.86.10"
 
 
 # --------------------------------------------------------------------------- the command
@@ -317,4 +317,4 @@ def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_range_of_the_package_is_what_is_asked() -> None:
-    assert torch_checks.check_torch(f"{TORCH_RUN[0]}.0", TORCH_RUN).state == "ok"
+    assert checks.check_torch(f"{TORCH_RUN[0]}.0", TORCH_RUN).state == "ok"

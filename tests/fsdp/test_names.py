@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContex
 
 import fsdp_offload
 from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, UnsupportedTorchError
-from fsdp_offload.core import fsdp
+from fsdp_offload.core import fsdp, fsdp_names
 from tests.fsdp import models
 from tests.fsdp.models import Ranks, check
 
@@ -39,14 +39,14 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 def find_all(*sizes: int) -> None:
     """Before the first forward, after a backward, and while others have replaced methods."""
     model = build(*sizes)
-    fsdp.check_torch([model])
+    fsdp_names.check_torch([model])
     optimizer = HybridDeviceOptimizer(adamw(model), model=model, overlap="backward")
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
-    fsdp.check_torch([model])
+    fsdp_names.check_torch([model])
     offloader = PhaseOffloader(model, optimizer)
     with offloader.away():
-        fsdp.check_torch([model])
+        fsdp_names.check_torch([model])
 
 
 @pytest.mark.parametrize("sizes", [(1,), (2,), (2, 1)], ids=str)
@@ -97,9 +97,10 @@ def test_a_version_without_a_name_is_refused_at_construction(ranks: Ranks) -> No
     ranks(2).run(refuse_others)
 
 
-def test_names_are_used_in_one_file_and_all_of_them_are_listed() -> None:
-    listed = {name.attribute for name in fsdp.NAMES} | {name.before for name in fsdp.NAMES}
-    text = (PACKAGE / "core" / "fsdp.py").read_text()
+def test_names_are_used_in_two_files_and_all_of_them_are_listed() -> None:
+    listed = {name for each in fsdp_names.NAMES for name in (each.attribute, each.before)}
+    files = [PACKAGE / "core" / name for name in ("fsdp.py", "fsdp_names.py")]
+    text = "".join(file.read_text() for file in files)
     owners = "raw|group|state|_state|_state_ctx|context|comm_ctx|mesh_info|fsdp_param|streams"
     used = set(re.findall(rf"\b(?:{owners})(?=\.(\w+))", text)) - {
         "fsdp_groups", "grad", "lazy_init", "__dict__", "parameters",
@@ -107,7 +108,7 @@ def test_names_are_used_in_one_file_and_all_of_them_are_listed() -> None:
     assert {"comm_ctx", "unsharded_accumulated_grad", "is_last_backward", "_state_ctx"} <= used
     assert used <= listed
     private = re.compile(rf"\.(?:{'|'.join(n for n in listed if n.startswith('_'))}|comm_ctx)\b")
-    others = [p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "core" / "fsdp.py"]
+    others = [p for p in PACKAGE.rglob("*.py") if p not in files]
     assert [str(p) for p in others if private.search(p.read_text())] == []
 
 
@@ -121,7 +122,7 @@ def test_one_warning_of_a_newer_torch(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(torch, "__version__", version)
-    fsdp._warn_if_newer.cache_clear()
+    fsdp_names._warn_if_newer.cache_clear()
     model = nn.Linear(3, 2)
     HybridDeviceOptimizer(adamw(model), model=model).close()
     PhaseOffloader(model).close()

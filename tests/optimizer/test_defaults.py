@@ -19,7 +19,7 @@ from tests.helpers.own_optimizers import Lion
 def test_there_are_few_options() -> None:
     parameters = inspect.signature(HybridDeviceOptimizer).parameters
     assert list(parameters) == [
-        "optimizer", "model", "elementwise", "device_memory", "host_memory", "overlap",
+        "optimizer", "model", "offload", "elementwise", "device_memory", "host_memory", "overlap",
         "update_on", "moments", "master_weights", "offload_fraction", "transfer", "unknown",
     ]  # fmt: skip
 

@@ -9,6 +9,7 @@ from fsdp_offload.plan.residency import (
     LEAST_SLOTS,
     allowed_bytes,
     choose,
+    choose_travelling,
     margin_bytes,
     spread,
 )
@@ -107,3 +108,16 @@ def test_the_preferred_stay_first() -> None:
     )  # two rounds of five
     assert choose(dict.fromkeys(range(8), 10), [5, 3, 1, 0, 2, 4, 6, 7], 80) == (0, set(range(8)))
     assert choose({}, [], 60) == (0, frozenset())
+
+
+def test_weights_stay_as_far_as_device_memory_goes_beside_slots() -> None:
+    sizes = [3, 0, 5, 4, 3]
+    assert choose_travelling(sizes, 15, 3) == set()  # no slots are needed
+    assert choose_travelling(sizes, 14, 3) == {0, 2, 3, 4}  # they take 15
+    for allowed in range(14):
+        leaving = choose_travelling(sizes, allowed, 1)
+        kept = sum(size for i, size in enumerate(sizes) if i not in leaving)
+        assert 1 not in leaving
+        assert kept <= max(allowed - 5, 0)
+        assert all(kept + sizes[i] > allowed - 5 for i in leaving)
+    assert choose_travelling([], 0, 3) == set()

@@ -1,9 +1,15 @@
-"""Checks of torch, its device and the link."""
+"""Checks of the host, then of torch, its device and the link.
+
+Those of the host take what they check as arguments, so that a test can give it a fault. Paths are
+Linux's, below a ``root`` that holds ``proc`` and ``sys``. ``address`` is the device's on the PCI
+bus, empty without a device.
+"""
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,20 +23,96 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from ..bench.machine import measure_link
-from ..core import fsdp
+from ..core import fsdp_names
 from ..core.config import TransferConfig
+from ..core.devices import parse_cpu_list
 from ..core.errors import PinningError, UnsupportedTorchError
 from ..link import HostRange
-from ..link.budget import size_text
+from ..link.budget import HostMemory, size_text
 from ..update.kernels import triton_kernels
 from .check import Check
-from .host_checks import pcie_gbps
 
 _OWN_BYTES: Final = 1 << 30
 """A context and the driver itself take less than this on one device."""
 _PIN_BYTES: Final = 64 << 20
 _SHARE: Final = 0.6
 """Copies reach 80 to 90 % of PCIe's rate; less than this share is a fault."""
+
+
+def check_host_memory(bounds: Collection[HostMemory], device_bytes: int) -> Check:
+    """Compare the tightest bound of host memory with the memory of all devices."""
+    name = "host memory"
+    if not bounds:
+        remedy = "give all ranks a bound with host_memory="
+        return Check(name, "warning", "not known: neither the kernel nor a cgroup tells", remedy)
+    tight = min(bounds, key=lambda bound: bound.free_bytes)
+    free, total = size_text(tight.free_bytes), size_text(tight.total_bytes)
+    found = f"{free} free of {total}, by {tight.source}"
+    if not tight.free_bytes:
+        return Check(name, "error", found, "end other processes, or raise the container's limit")
+    if tight.free_bytes < device_bytes:
+        return Check(
+            name,
+            "warning",
+            f"{found}; less than the devices have, {size_text(device_bytes)}",
+            "AdamW needs 10 bytes per bf16 parameter: give the container more, or keep a share "
+            "on the device with offload_fraction=",
+        )
+    return Check(name, "ok", found)
+
+
+def check_numa(root: Path, address: str, cores: Collection[int]) -> Check:
+    """Tell whether this process may use ``cores`` next to the device, where state should lie."""
+    name = "NUMA"
+    nodes = list((root / "sys/devices/system/node").glob("node[0-9]*"))
+    if len(nodes) <= 1 or not address:
+        return Check(name, "ok", f"nodes: {max(1, len(nodes))}")
+    folder = root / "sys/bus/pci/devices" / address
+    node = _read(folder / "numa_node")
+    near = parse_cpu_list(_read(folder / "local_cpulist"))
+    if not node.isdecimal() or not near:
+        found = f"{len(nodes)} nodes, but not which one is next to {address}"
+        return Check(name, "warning", found, "set numa_node in the machine's firmware (it is -1)")
+    found = f"{len(nodes)} nodes; node {node} is next to {address}"
+    usable = len(near & set(cores))
+    if not usable:
+        return Check(
+            name,
+            "warning",
+            f"{found}, this process may use none of its cores",
+            f"numactl --cpunodebind={node} --membind={node}, or the launcher's binding",
+        )
+    return Check(name, "ok", f"{found}, of whose cores this process may use {usable}")
+
+
+def pcie_gbps(root: Path, address: str) -> float:
+    """Return the GB/s that the device's PCIe carries each way, without headers; 0: not known."""
+    folder = root / "sys/bus/pci/devices" / address
+    speed, width = (_number(_read(folder / f"max_link_{name}")) for name in ("speed", "width"))
+    # Up to 5 GT/s 8 of 10 bits carry data, to 32 GT/s 128 of 130, above all of them.
+    share = 0.8 if speed <= 5 else 128 / 130
+    return speed * width * share / 8
+
+
+def driver_version(root: Path) -> str:
+    """Find the version of the kernel's NVIDIA driver; empty without one."""
+    found = re.search(r"\d+\.\d[\d.]*", _read(root / "proc/driver/nvidia/version"))
+    return found[0] if found else ""
+
+
+def _number(text: str) -> float:
+    """Parse the number that the text begins with; 0 for "Unknown"."""
+    try:
+        return float(text.split()[0])
+    except (IndexError, ValueError):
+        return 0.0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
 
 
 def check_torch(version: str, run: Sequence[str]) -> Check:
@@ -61,10 +143,10 @@ def check_names() -> Check:
         model = nn.Linear(4, 4, device="cpu")
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
         try:
-            fsdp.check_torch([model])
+            fsdp_names.check_torch([model])
         except UnsupportedTorchError as error:
             return Check("FSDP2", "error", f"{error.what}: {error.reason}", error.remedy)
-    return Check("FSDP2", "ok", f"all {len(fsdp.NAMES)} private names are there")
+    return Check("FSDP2", "ok", f"all {len(fsdp_names.NAMES)} private names are there")
 
 
 def check_device(cuda: str | None, driver: str, devices: Sequence[str]) -> Check:

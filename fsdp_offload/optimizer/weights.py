@@ -1,0 +1,379 @@
+"""Frozen weights that live in host memory, and are on the device while FSDP2 gathers them.
+
+The shards of one FSDP2 group lie one behind the other in host memory, each as FSDP2 has it: the
+local tensor, then padding. The device has a few *slots*, each as large as the largest group. A
+group is fetched into a slot before its gather reads it, and lent to FSDP2 for the length of that
+one call. Slots are a cache: whatever group is needed takes a free one, or that of the group which
+was fetched first, so nothing is ever locked, and a forward that ends early leaves nothing behind.
+
+After each gather, the groups that followed it the last time are fetched. What follows is looked up
+by the last *two* gathers, which tells a forward from a backward. A wrong guess costs a transfer;
+a group that is in no slot when it is needed is fetched then.
+
+What the caller does with such a parameter goes by a stand-in: see ``core/gated.py``. The
+stand-ins keep everything alive that the weights need. So the model outlives its optimizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ..core import dtensor
+from ..core import storage as storages
+from ..core.backend import TURN_BYTES, Backend, Event, Stream
+from ..core.config import OffloadConfig, align
+from ..core.errors import DeviceError, DeviceMemoryError, check_open
+from ..core.fsdp import Group, GroupShard
+from ..core.gated import GatedShard
+from ..link import Block, HostPool, HostRange, Link, Residence
+
+SLOTS: Final = 3
+"""One that is read, and two that are fetched meanwhile."""
+_ALIGNMENT: Final = 256
+"""Bytes, of each shard in host memory and in a slot."""
+
+
+class Away:
+    """One shard in host memory; the :class:`.Keeper` of what stands for it."""
+
+    def __init__(
+        self, weights: Weights, index: int, held: GroupShard, host: Tensor, views: list[Tensor]
+    ) -> None:
+        shard = dtensor.with_history(held.parameter)
+        self.index, self.held, self._weights = index, held, weights
+        self.host = host  # padded, 1-D, of the shard's dtype
+        self._values = host[: shard.numel()].view(shard.shape)
+        self._views = views  # of each slot
+        self.kept: Tensor | None = None  # a copy that has been, or may be, written into
+        self._version = 0  # of a copy that has not been
+        self._arrived: Event | None = None
+        self._nothing = held.padded.new_empty(0)
+        self._end: Callable[[], None] | None = None
+
+    def lend(self, slot: int | None) -> None:
+        """Let FSDP2 gather from this slot; None: from none."""
+        self.held.padded = self._nothing if slot is None else self._views[slot]
+
+    def leave(self) -> None:
+        """Let a stand-in take the place of the shard, which is in host memory by now."""
+        parameter = self.held.parameter
+        dtensor.put(parameter, GatedShard(dtensor.with_history(parameter), keeper=self))
+        self.lend(None)
+        self._end = self.held.lend(self._adopts)
+
+    def _adopts(self, parameter: Tensor) -> bool:
+        """Take the values of what FSDP2 finds in the module; False: it keeps them itself."""
+        weights, shard = self._weights, dtensor.with_history(parameter)
+        with weights.turn():
+            if type(shard) is GatedShard:
+                weights.flush(self.index)
+                return True
+            looks = (shard.shape, shard.dtype, shard.device)
+            expected = (self._values.shape, self.host.dtype, weights.backend.device)
+            if type(shard) is not Tensor or looks != expected or not shard.is_contiguous():
+                self._stay()
+                return False
+            self.kept = None  # older than what was assigned
+            weights.replace(self.index, self._values, shard.detach())
+            dtensor.put(parameter, GatedShard(shard, keeper=self))
+            return True
+
+    def _stay(self) -> None:
+        self._weights.evict(self.index)
+        self._weights.away[self.index].remove(self)
+        if self._end is not None:
+            self._end()
+        self._end = self.kept = None
+
+    def flush(self) -> None:
+        """Let host memory have what was written into a copy."""
+        if (kept := self.kept) is not None:
+            self._weights.replace(self.index, self._values, kept.detach())
+            if not storages.is_shared(kept):
+                self.kept = None
+
+    # ------------------------------------------------------------------ Keeper
+
+    def take(self) -> Tensor:
+        """See :class:`.Keeper`."""
+        weights = self._weights
+        with weights.turn():
+            copy = self.kept
+            if copy is None:
+                with torch.inference_mode(False), torch.no_grad():
+                    copy = torch.empty_like(self._values, device=weights.backend.device)
+                    self._arrived = weights.fetch(self._values, copy)
+                self._version = copy._version
+            if self._arrived is not None:
+                weights.backend.current_stream().wait(self._arrived)
+            return copy
+
+    def used(self, shard: Tensor, *, is_shared: bool) -> None:
+        """See :class:`.Keeper`."""
+        if is_shared or shard._version != self._version:
+            self.kept = shard
+
+    def local(self) -> Tensor:
+        """See :class:`.Keeper`."""
+        with self._weights.turn():
+            self.flush()
+            if self.kept is not None:  # what has the same memory sees what is written now
+                return self.take()
+            self._weights.evict(self.index)
+            return self._values
+
+    def bring_back(self) -> None:
+        """See :class:`.Keeper`."""
+        self._weights.bring_back([self])
+
+    def come_back(self) -> Event | None:
+        """Have device memory for good, with the values after this event."""
+        with torch.inference_mode(False):
+            self.flush()
+            padded = self._weights.allocate(self.host.nbytes).view(self.host.dtype)
+            arrived = self._weights.fetch(self.host, padded)
+            self._stay()
+            self.held.padded = padded
+            shard = padded[: self._values.numel()].view(self._values.shape)
+            dtensor.put(self.held.parameter, shard)
+        return arrived
+
+
+class Slot:
+    """Device memory for one group at a time."""
+
+    def __init__(self, number: int, memory: Tensor) -> None:
+        self.number, self.memory = number, memory
+        self.arrived: Event  # after it, the memory may be read
+        self.free: Event | None = None  # after it, the memory may be written into
+        self.blocks: list[Block] = []  # one per group
+
+
+class Weights:
+    """The weights of a model that live in host memory; a :class:`.Lender`.
+
+    Args:
+        groups: FSDP2's.
+        backend: of the device.
+        config: how host memory is obtained.
+        chosen: per group, its shards that leave the device.
+
+    Raises:
+        HostMemoryError: they do not fit into host memory; nothing was moved.
+        PinningError: the driver refused to page-lock it.
+        DeviceMemoryError: no room for slots; nothing was moved.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        backend: Backend,
+        config: OffloadConfig,
+        chosen: Sequence[Sequence[GroupShard]],
+    ) -> None:
+        self.backend = backend
+        self._pid, self._lock = os.getpid(), threading.RLock()
+        self._link = Link(backend, "weights", turn_bytes=TURN_BYTES)
+        self._pool = HostPool("HybridDeviceOptimizer: weights", backend, config.transfer)
+        sizes = [sum(map(padded_bytes, shards)) for shards in chosen]
+        self._held: dict[int, Slot] = {}  # by group; the one that was fetched first comes first
+        self._follows: dict[tuple[int, int], int] = {}  # gathers: which came after which two
+        self._last = (-1, -1)
+        arena = self._pool.take(sum(sizes))
+        try:
+            count = min(SLOTS, sum(map(bool, sizes)))
+            self._free = [Slot(n, self.allocate(max(sizes))) for n in range(count)]
+        except BaseException:
+            self._pool.close()
+            raise
+        starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        self.away = [self._cut(i, chosen[i], arena, start) for i, start in enumerate(starts)]
+        self._link.follow(backend.current_stream().record(), stores=False)  # the slots' last use
+        for index, (group, away) in enumerate(zip(groups, self.away, strict=True)):
+            if away:
+                self._store([each.host for each in away], [each.held.padded for each in away])
+                for each in away:
+                    each.leave()
+                weakref.finalize(self, group.lend(index, self, backend))
+
+    def _cut(
+        self, index: int, shards: Sequence[GroupShard], arena: HostRange, start: int
+    ) -> list[Away]:
+        """Host memory, and views of slots, for one group; later no torch operation is needed, which
+        selective activation checkpointing would see in a forward alone."""
+        away, at = list[Away](), 0
+        for held in shards:
+            padded = held.padded
+            host = arena.tensor(start + at, padded.numel(), padded.dtype)
+            views = [s.memory[at : at + padded.nbytes].view(padded.dtype) for s in self._free]
+            away.append(Away(self, index, held, host, views))
+            at += padded_bytes(held)
+        for slot in self._free:
+            slot.blocks.append(Block([arena.tensor(start, at, torch.uint8)], [slot.memory[:at]]))
+            slot.blocks[index].turns(TURN_BYTES)
+        return away
+
+    @property
+    def host_bytes(self) -> int:
+        """Of weights that are in host memory."""
+        return sum(each.host.nbytes for group in self.away for each in group)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Device memory of the slots."""
+        return sum(slot.memory.nbytes for slot in (*self._free, *self._held.values()))
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Inside, no other thread moves weights.
+
+        Raises:
+            ClosedError: in a forked process, which has not got their memory.
+        """
+        check_open("a weight in host memory", self._pid, is_closed=False)
+        with self._lock:
+            yield
+
+    # ------------------------------------------------------------------ single shards
+
+    def allocate(self, n_bytes: int) -> Tensor:
+        """Device memory, 1-D uint8.
+
+        Raises:
+            DeviceMemoryError: there is no room.
+        """
+        try:
+            return self.backend.allocate(n_bytes)
+        except torch.OutOfMemoryError as error:
+            raise DeviceMemoryError(
+                f"{n_bytes} bytes on the device for weights",
+                reason=f"there is no room ({error}); weights that have not moved stay as they are",
+                remedy="free device memory and try again, or call fully_shard of smaller modules",
+            ) from error
+
+    def fetch(self, host: Tensor, device: Tensor) -> Event | None:
+        """Copy one shard to memory that the current stream has; returns when it is there."""
+        block = Block([as_bytes(host)], [as_bytes(device)])
+        after = [self.backend.current_stream().record()]
+        return self._link.fetch(block, after=after) if block.n_bytes else None
+
+    def replace(self, index: int, host: Tensor, device: Tensor) -> None:
+        """Let one shard of a group have other values, as the current stream leaves them."""
+        self.evict(index)
+        self._link.synchronize()  # a fetch may read what is written now
+        self._store([host], [device])
+
+    def _store(self, host: Sequence[Tensor], device: Sequence[Tensor]) -> None:
+        """Blocks until host memory has the bytes."""
+        block = Block([*map(as_bytes, host)], [*map(as_bytes, device)], Residence.DEVICE)
+        if block.n_bytes:
+            self._link.store(block, after=[self.backend.current_stream().record()])
+            self._link.finish_stores()
+
+    # ------------------------------------------------------------------ slots
+
+    @contextlib.contextmanager
+    def lending(self, index: int, stream: Stream) -> Iterator[None]:
+        """See :class:`.Lender`."""
+        away = self.away[index]
+        if not away:  # they were given back
+            yield
+            return
+        if self.backend.is_capturing():
+            raise DeviceError(
+                "a forward or a backward inside a CUDA graph capture",
+                reason="its weights are in host memory, and a replay would not fetch them",
+                remedy='capture nothing, or use offload="state"',
+            )
+        with self.turn():
+            self.flush(index)
+            slot = self._held.get(index) or self._fetch(index, ())
+            stream.wait(slot.arrived)
+            for each in away:
+                each.lend(slot.number)
+            try:
+                yield
+            finally:
+                for each in away:
+                    each.lend(None)
+                slot.free = stream.record()
+            self._fetch_ahead(index)
+
+    def _fetch(self, index: int, wanted: Collection[int]) -> Slot:
+        """Into a free slot, or else that of a group which was fetched first and is not wanted."""
+        if not self._free:
+            self.evict(next(other for other in self._held if other not in wanted))
+        slot = self._held[index] = self._free.pop()
+        block = slot.blocks[index]
+        block.forget()
+        slot.free = slot.arrived = self._link.fetch(block, after=[slot.free])
+        return slot
+
+    def _fetch_ahead(self, index: int) -> None:
+        self._follows[self._last] = index
+        before = self._last = (self._last[1], index)
+        wanted = dict[int, None]()
+        for _ in range(len(self._free) + len(self._held)):
+            if (following := self._follows.get(before)) is None:
+                break
+            wanted[following] = None
+            before = (before[1], following)
+        for each in wanted:
+            if each not in self._held and self.away[each]:
+                self.flush(each)
+                self._fetch(each, wanted)
+
+    def evict(self, index: int) -> None:
+        """Forget what a slot has of a group: its memory is needed, or host memory has changed."""
+        if (slot := self._held.pop(index, None)) is not None:
+            self._free.append(slot)
+
+    def flush(self, index: int) -> None:
+        """Let host memory have what was written into copies of a group's shards."""
+        for each in self.away[index]:
+            each.flush()
+
+    def bring_back(self, shards: Sequence[Away]) -> None:
+        """Give shards device memory for good.
+
+        Raises:
+            DeviceMemoryError: there is no room; those that have none stay in host memory.
+        """
+        arrived: Event | None = None
+        with self.turn():
+            try:
+                for each in shards:
+                    arrived = each.come_back()
+            finally:
+                if arrived is not None:  # the last one; the others are before it
+                    self.backend.current_stream().wait(arrived)
+
+    def close(self) -> None:
+        """Give all weights back, as ordinary tensors, and host memory. Idempotent.
+
+        Raises:
+            DeviceMemoryError: see :meth:`bring_back`.
+        """
+        with self.turn():
+            self.bring_back([each for group in self.away for each in group])
+            self._link.synchronize()
+            self._held, self._free = {}, []
+            self._pool.close()
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, 1-D."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def padded_bytes(shard: GroupShard) -> int:
+    """What a shard takes in host memory, and in a slot."""
+    return align(shard.padded.nbytes, _ALIGNMENT)

@@ -1,0 +1,650 @@
+"""``offload="all"``: frozen weights live in host memory, and nothing else changes a bit."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import gc
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from fsdp_offload import (
+    ClosedError,
+    ConfigError,
+    HostMemoryError,
+    HybridDeviceOptimizer,
+    PhaseOffloader,
+    checkpoint,
+)
+from fsdp_offload.core.fsdp import Group, fsdp_groups
+from fsdp_offload.core.gated import GatedShard
+from fsdp_offload.link import held_bytes
+from fsdp_offload.optimizer import weights as weights_module
+from tests.fsdp import models
+from tests.fsdp.models import Ranks, check, check_same
+from tests.fsdp.test_gated import READERS, as_parts
+from tests.fsdp.test_gated import same as same_parts
+from tests.fsdp.test_overlap import loss_of, mesh_of
+
+FP32, BF16 = torch.float32, torch.bfloat16
+STEPS = 4
+FROZEN = ("embed", "up", "blocks.2")
+"""The tied embedding, part of two blocks, and all of one."""
+
+
+def build(
+    size: int, *, dtype: torch.dtype = FP32, hybrid: bool = False, recomputes: str = "",
+    trained: tuple[str, ...] = (), **options: Any,
+) -> Any:  # fmt: skip
+    torch.manual_seed(0)
+    model = models.Toy().to(dtype)
+    for name, parameter in model.named_parameters():
+        if name.startswith(FROZEN) or ".up." in name:
+            parameter.requires_grad_(False)
+    if recomputes == "inside":
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = checkpoint_wrapper(block)
+    models.shard(model, mesh_of(size, hybrid), **options)
+    if recomputes == "outside":
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = checkpoint_wrapper(block)
+    return model
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=0.02, weight_decay=0.1)
+
+
+def wrap(model: Any, **options: Any) -> HybridDeviceOptimizer:
+    options = {"transfer": models.TRANSFER, "device_memory": 0, "offload": "all", **options}
+    return HybridDeviceOptimizer(adamw(model), model, **options)
+
+
+def is_frozen(shard: Any) -> bool:
+    return not shard.parameter.requires_grad
+
+
+def frozen(model: Any) -> list[Any]:
+    groups = (Group(*group) for group in fsdp_groups([model]))
+    return [p for group in groups for p in group.parameters if not p.requires_grad]
+
+
+def away(model: Any) -> list[bool]:
+    """Whether each frozen weight is in host memory, and FSDP2 has no memory of it."""
+    groups = (Group(*group) for group in fsdp_groups([model]))
+    shards = [s for group in groups for s in group.shards if not s.parameter.requires_grad]
+    found = [type(s.parameter._local_tensor) is GatedShard for s in shards]  # type: ignore[attr-defined]
+    empty = [s.padded.numel() == 0 for s in shards]
+    check(found == empty, f"{found} is not {empty}")
+    return found
+
+
+def step(model: Any, optimizer: Any, index: int, **how: Any) -> float:
+    loss = loss_of(model, index, **how)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def whole(model: Any) -> dict[str, Tensor]:
+    return {n: models.local(p).clone() for n, p in model.state_dict().items()}
+
+
+def compare(found: Any, expected: Any, what: str) -> None:
+    mine, theirs = found.state_dict(), expected.state_dict()
+    check(mine.keys() == theirs.keys(), f"{what}: keys")
+    for name, value in theirs.items():
+        check_same(mine[name].full_tensor(), value.full_tensor(), f"{what}: {name}")
+
+
+# --------------------------------------------------------------------------- training
+
+
+@torch.no_grad()
+def evaluate(model: Any, index: int) -> list[Any]:
+    return [loss_of(model, 100 + index).item()]
+
+
+def fail_in_forward(model: Any, index: int) -> list[Any]:
+    block = model.blocks[1]
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    handle = block.register_forward_hook(fail)
+    with contextlib.suppress(ZeroDivisionError):
+        loss_of(model, index)
+    handle.remove()
+    model.reset_iter_state() if hasattr(model, "reset_iter_state") else model.reshard()
+    return []
+
+
+def twice(model: Any, index: int) -> list[Any]:
+    """A layer that is called again, and a whole forward that nothing follows."""
+    blocks = model.blocks
+    model.blocks = nn.ModuleList([blocks[0], blocks[1], blocks[1], blocks[0], blocks[2]])
+    loss_of(model, index).backward()
+    found = [loss_of(model, index).item()]
+    model.blocks = blocks
+    return found
+
+
+def accumulate(model: Any, index: int) -> list[Any]:
+    model.set_requires_gradient_sync(False)
+    loss_of(model, 50 + index).backward()
+    model.set_requires_gradient_sync(True)
+    return []
+
+
+BETWEEN: dict[str, Callable[[Any, int], list[Any]]] = {
+    "": lambda model, index: [],
+    "evaluation": evaluate,
+    "fails": fail_in_forward,
+    "twice": twice,
+    "accumulation": accumulate,
+}
+
+
+def train(model: Any, optimizer: Any, between: str) -> list[Any]:
+    seen: list[Any] = []
+    for index in range(STEPS):
+        seen += BETWEEN[between](model, index)
+        seen.append(step(model, optimizer, index, skip=1 if index == 1 else None))
+    return seen
+
+
+def train_both(
+    size: int, between: str = "", *, slots: int = 3, dtype: torch.dtype = FP32, **how: Any
+) -> None:
+    """The plain twin in fp32, else the one with ``offload="state"``."""
+    overlap = how.pop("overlap", None)
+    with mock.patch.object(weights_module, "SLOTS", slots):
+        plain, mine = (build(size, dtype=dtype, **how) for _ in range(2))
+        reference: Any = adamw(plain)
+        if dtype != FP32:
+            reference = wrap(plain, offload="state", overlap=overlap)
+        optimizer = wrap(mine, overlap=overlap)
+        check(all(away(mine)) and away(mine), f"away: {away(mine)}")
+        expected, found = (
+            train(*made, between) for made in ((plain, reference), (mine, optimizer))
+        )
+        check(found == expected, f"losses {found} are not {expected}")
+        check(all(away(mine)), "still away")
+        compare(mine, plain, "weights")
+        optimizer.close()
+        check(not any(away(mine)), "back")
+        compare(mine, plain, "weights that are back")
+        check(evaluate(mine, 0) == evaluate(plain, 0), "a forward after close()")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("between", list(BETWEEN))
+def test_training_has_the_same_bits(ranks: Ranks, size: int, between: str) -> None:
+    ranks(size).run(train_both, size, between)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "one slot": {"slots": 1, "between": "twice"},
+    "five slots": {"slots": 5},
+    "bf16": {"dtype": BF16},
+    "backward": {"overlap": "backward"},
+    "step": {"overlap": "step"},
+    "checkpoint inside": {"recomputes": "inside"},
+    "checkpoint outside": {"recomputes": "outside"},
+    "several blocks": {"together": 2},
+    "root keeps": {"reshard_after_forward": False},
+    "mixed precision": {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)},
+}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_training_in_many_ways_has_the_same_bits(ranks: Ranks, case: str) -> None:
+    ranks(2).run(train_both, 2, **CASES[case])
+
+
+@pytest.mark.parametrize(
+    "how", [{"hybrid": True}, {"reshard_after_forward": 2}, {"hybrid": True, "dtype": BF16}]
+)
+def test_training_on_four_ranks_has_the_same_bits(ranks: Ranks, how: dict[str, Any]) -> None:
+    ranks(4).run(train_both, 4, "evaluation", **how)
+
+
+# --------------------------------------------------------------------------- fetching ahead
+
+
+def count_fetches() -> None:
+    """After an iteration that shows the order, each gather finds its group in a slot."""
+    model = build(dist.get_world_size())
+    optimizer = wrap(model, overlap="step")
+    held: Any = optimizer._updates.weights
+    for index in range(4):
+        late = []
+
+        def fetch(original: Any, which: int, wanted: Any, late: list[int] = late) -> Any:
+            if not wanted:
+                late.append(which)
+            return original(which, wanted)
+
+        with mock.patch.object(held, "_fetch", functools.partial(fetch, held._fetch)):
+            step(model, optimizer, 0)
+        check(index < 2 or not late, f"fetched late in iteration {index}: {late}")
+    optimizer.close()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_weights_are_fetched_ahead(ranks: Ranks, size: int) -> None:
+    ranks(size).run(count_fetches)
+
+
+# --------------------------------------------------------------------------- readers and writers
+
+
+def read(name: str) -> None:
+    """What a reader or a writer gets, and leaves, of frozen weights."""
+    reader = READERS[name]
+    found = []
+    for offload in ("state", "all"):
+        model = build(dist.get_world_size())
+        optimizer = wrap(model, offload=offload)
+        step(model, optimizer, 0)
+        chosen = [p for p in frozen(model) if len(p) > 1]
+        if name == "autograd":
+            chosen[0].requires_grad_(True)
+        seen = as_parts(reader(chosen))
+        if name == "autograd":
+            chosen[0].requires_grad_(False)
+        seen += [step(model, optimizer, 1), *(models.local(p).clone() for p in chosen)]
+        if offload == "all":
+            check(all(away(model)), f"{name}: away again")
+        optimizer.close()
+        found.append(seen + [models.local(p).clone() for p in chosen])
+    wrong = [i for i, pair in enumerate(zip(*found, strict=True)) if not same_parts(*pair)]
+    check(not wrong, f"{name}: {wrong} of {len(found[0])}")
+
+
+@pytest.mark.parametrize("name", list(READERS))
+def test_every_reader_gets_values_and_every_writer_is_heard(ranks: Ranks, name: str) -> None:
+    ranks(2).run(read, name)
+
+
+# --------------------------------------------------------------------------- state dicts and loads
+
+
+def state_dict_plain(model: Any, folder: str) -> Any:
+    return whole(model)
+
+
+def state_dict_full(model: Any, folder: str) -> Any:
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return get_model_state_dict(model, options=options)
+
+
+def doubled(model: Any) -> dict[str, Any]:
+    """Other values, as a state dict."""
+    return {name: value.detach() * 2 + 1 for name, value in model.state_dict().items()}
+
+
+def load_plain(model: Any, folder: str) -> Any:
+    model.load_state_dict(doubled(model))
+
+
+def load_assigned(model: Any, folder: str) -> Any:
+    model.load_state_dict(doubled(model), assign=True)
+
+
+@torch.no_grad()
+def write_then_assign(model: Any, folder: str) -> Any:
+    """What was written before is not the weight any more."""
+    state = doubled(model)
+    for p in frozen(model):
+        p.mul_(7.0)
+    model.load_state_dict(state, assign=True)
+
+
+def load_by_torch(model: Any, folder: str) -> Any:
+    set_model_state_dict(model, doubled(model))
+
+
+def save_and_load_by_dcp(model: Any, folder: str) -> Any:
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    load_plain(model, folder)
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state)
+
+
+def convert(model: Any, folder: str) -> Any:
+    model.to(torch.float32)
+    model.to("cpu")
+
+
+@torch.no_grad()
+def initialise(model: Any, folder: str) -> Any:
+    torch.manual_seed(dist.get_rank())
+    for p in frozen(model):
+        nn.init.normal_(p.to_local())
+        p.data.mul_(0.5)
+
+
+@torch.no_grad()
+def hold_a_view(model: Any, folder: str) -> Any:
+    """Written before and after the next gather."""
+    model.held = [p.to_local()[0:1] for p in frozen(model)]
+    for each in model.held:
+        each.fill_(0.25)
+
+
+@torch.no_grad()
+def write_held(model: Any) -> None:
+    for each in getattr(model, "held", ()):
+        each.add_(0.5)
+    vars(model).pop("held", None)
+
+
+CHANGES: dict[str, Callable[[Any, str], Any]] = {
+    function.__name__: function
+    for function in (
+        *(state_dict_plain, state_dict_full, load_plain, load_assigned, load_by_torch),
+        write_then_assign,
+        *(save_and_load_by_dcp, convert, initialise, hold_a_view),
+    )
+}
+
+
+def change(name: str, folder: str, early: bool) -> None:
+    """Between two steps, or (``early``) before FSDP2 has seen its first forward."""
+    found: list[Any] = []
+    for offload in ("state", "all"):
+        model = build(dist.get_world_size())
+        optimizer = wrap(model, offload=offload)
+        seen: list[Any] = [] if early else [step(model, optimizer, 0)]
+        result = CHANGES[name](model, f"{folder}/{offload}")
+        seen += as_parts(list(result.values())) if isinstance(result, dict) else []
+        if "assign" in name:  # the optimizer has others then
+            seen.append(loss_of(model, 1).item())
+        else:
+            seen.append(step(model, optimizer, 1))
+            write_held(model)
+            seen.append(step(model, optimizer, 2))
+        if offload == "all":
+            check(all(away(model)), f"{name}: away")
+        seen += [models.local(p).clone() for p in frozen(model)]
+        optimizer.close()
+        found.append(seen + [models.local(p).clone() for p in frozen(model)])
+    wrong = [i for i, pair in enumerate(zip(*found, strict=True)) if not same_parts(*pair)]
+    check(not wrong, f"{name}: {wrong} of {len(found[0])}")
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("name", list(CHANGES))
+def test_state_dicts_and_loads(ranks: Ranks, name: str, early: bool, tmp_path: Path) -> None:
+    ranks(2).run(change, name, str(tmp_path), early)
+
+
+@torch.no_grad()
+def load_below_a_view(folder: str) -> None:
+    """A view that the caller holds across a load shows what was loaded, and is heard after it."""
+    found = []
+    for offload in ("state", "all"):
+        model = build(dist.get_world_size())
+        optimizer = wrap(model, offload=offload)
+        with torch.enable_grad():
+            step(model, optimizer, 0)
+        checkpoint.save(f"{folder}/{offload}", model, optimizer)
+        views = [p.to_local()[0:1] for p in frozen(model)]
+        for each in views:
+            each.fill_(7.0)
+        checkpoint.load(f"{folder}/{offload}", model, optimizer)
+        seen: list[Any] = [each.clone() for each in views]
+        with torch.enable_grad():
+            seen.append(step(model, optimizer, 1))
+        for each in views:
+            each.add_(0.5)
+        del each, views
+        with torch.enable_grad():
+            seen.append(step(model, optimizer, 2))
+        found.append([*seen, *whole(model).values()])
+        check(offload == "state" or all(away(model)), "away")
+        optimizer.close()
+    wrong = [i for i, pair in enumerate(zip(*found, strict=True)) if not same_parts(*pair)]
+    check(not wrong, f"{wrong} of {len(found[0])}")
+
+
+def test_a_view_across_a_load(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(load_below_a_view, str(tmp_path))
+
+
+def save_and_load(folder: str, saved: str, loaded: str) -> None:
+    """With this package's checkpoints, into another mode; asynchronously too."""
+    made = []
+    for offload in (saved, loaded):
+        model = build(dist.get_world_size())
+        made.append((model, wrap(model, offload=offload)))
+    (first, optimizer), (second, other) = made
+    step(first, optimizer, 0)
+    load_plain(first, "")
+    checkpoint.save(f"{folder}/a", first, optimizer)
+    handle = checkpoint.async_save(f"{folder}/b", first, optimizer)
+    expected = whole(first)
+    losses = [step(first, optimizer, 1)]
+    handle.result()
+    for path in ("a", "b"):
+        step(second, other, 5)
+        load_plain(second, "")
+        checkpoint.load(f"{folder}/{path}", second, other)
+        check(same_parts(list(whole(second).values()), list(expected.values())), path)
+        check([step(second, other, 1)] == losses, f"the step after {path}")
+        compare(second, first, path)
+    optimizer.close()
+    other.close()
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("all", "all"), ("all", "state"), ("state", "all")])
+def test_checkpoints_of_this_package(ranks: Ranks, saved: str, loaded: str, tmp_path: Path) -> None:
+    ranks(2).run(save_and_load, str(tmp_path), saved, loaded)
+
+
+# --------------------------------------------------------------------------- from start to end
+
+
+def raised(kind: type[Exception], call: Callable[[], object]) -> str:
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def weights_held() -> int:
+    gc.collect()
+    return held_bytes().get("HybridDeviceOptimizer: weights", 0)
+
+
+def unfreeze() -> None:
+    """A weight that is trained from now on comes back, also to an optimizer of other weights."""
+    found = []
+    for offload in ("state", "all"):
+        model = build(dist.get_world_size())
+        first, second = model.blocks[0].up.weight, model.blocks[2].up.weight
+        optimizer = wrap(model, offload=offload)
+        step(model, optimizer, 0)
+        first.requires_grad_(True)
+        second.requires_grad_(True)
+        optimizer.add_param_group({"params": [first], "lr": 0.01})
+        other = HybridDeviceOptimizer(torch.optim.SGD([second], lr=0.1, momentum=0.9), model)
+        seen: list[Any] = []
+        for index in range(1, 4):
+            seen.append(loss_of(model, index).item())
+            loss_of(model, index).backward()
+            other.step()
+            other.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
+        if offload == "all":
+            check(all(away(model)) and away(model), "the others stay away")
+        other.close()
+        optimizer.close()
+        found.append(seen + [models.local(p).clone() for p in model.parameters()])
+    check(same_parts(*found), "unfrozen")
+
+
+def delete(by: str) -> None:
+    """The weights outlive their optimizer, and go with their model."""
+    model = build(dist.get_world_size())
+    reference = build(dist.get_world_size())
+    optimizer = wrap(model)
+    find = weakref.ref(optimizer._updates.weights)
+    check(weights_held() > 0, "held")
+    if by == "optimizer":
+        del optimizer
+        check(evaluate(model, 0) == evaluate(reference, 0), "without an optimizer")
+        compare(model, reference, "without an optimizer")
+        model.zero_grad()
+        optimizer = wrap(model)  # a later one finds nothing that could leave
+        optimizer.close()
+        check(all(away(model)), "still there")
+    else:
+        optimizer.close()
+        check(weights_held() == 0, "given back")
+    del model, optimizer
+    gc.collect()
+    check(find() is None and weights_held() == 0, "gone with the model")
+
+
+def refuse() -> None:
+    model = build(dist.get_world_size())
+    plain = nn.Linear(3, 3)
+    message = raised(ConfigError, lambda: wrap(plain))
+    check("fully_shard" in message, message)
+    message = raised(ConfigError, lambda: wrap(model, offload="weights"))
+    check('"state" or "all"' in message, message)
+    before = list(whole(model).values())
+    optimizer = wrap(model, offload="state")
+    enough = optimizer.statistics().host_arena_bytes * dist.get_world_size() + 100
+    optimizer.close()
+    message = raised(HostMemoryError, lambda: wrap(model, host_memory=f"{enough}B"))
+    check("weights" in message, message)
+    check(not any(away(model)) and same_parts(list(whole(model).values()), before), "as before")
+    wrap(model).close()
+
+
+def stay_where_there_is_room() -> None:
+    model = build(dist.get_world_size())
+    optimizer = wrap(model, device_memory="1GiB")
+    check(not any(away(model)), "nothing moves")
+    optimizer.close()
+
+
+def offload_in_phases(params: str) -> None:
+    """Weights that are in host memory are none of a PhaseOffloader's."""
+    found = []
+    for offload in ("state", "all"):
+        model = build(dist.get_world_size())
+        optimizer = wrap(model, offload=offload)
+        step(model, optimizer, 0)
+        phases = PhaseOffloader(model, optimizer, params=params)
+        phases.offload()
+        phases.reload()
+        found.append([step(model, optimizer, 1), *whole(model).values()])
+        phases.close()
+        optimizer.close()
+    check(same_parts(*found), "phases")
+
+
+def fork() -> None:
+    """A forked process gets an error, not a crash."""
+    model = build(dist.get_world_size())
+    optimizer = wrap(model)
+    pid = os.fork()
+    if not pid:
+        try:
+            frozen(model)[0].norm()
+        except ClosedError:
+            os._exit(7)
+        finally:
+            os._exit(1)
+    check(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7, "a typed error")
+    optimizer.close()
+
+
+def export(folder: str) -> None:
+    found = []
+    for offload in ("state", "all"):
+        model = build(dist.get_world_size())
+        optimizer = wrap(model, offload=offload)
+        step(model, optimizer, 0)
+        checkpoint.export_safetensors(model, f"{folder}/{offload}", optimizer=optimizer)
+        optimizer.close()
+        dist.barrier()
+        files = sorted(Path(f"{folder}/{offload}").rglob("*.safetensors"))
+        found.append([file.read_bytes() for file in files])
+    check(found[0] == found[1] and found[0], "exported")
+
+
+def hold_no_copies() -> None:
+    """What only reads leaves nothing on the device."""
+    model = build(dist.get_world_size())
+    optimizer = wrap(model)
+    step(model, optimizer, 0)
+    for p in frozen(model):
+        p.detach().norm()
+        (p * 2).sum().item()
+        p.to_local().clone()
+    state = model.state_dict()
+    [value.to_local().sum() for value in state.values()]
+    checkpoint.state.weights_of([model])
+    held: Any = optimizer._updates.weights
+    check(not any(each.kept is not None for group in held.away for each in group), "kept copies")
+    stat = optimizer.statistics()
+    check(stat.host_weight_bytes == held.host_bytes > 0, f"statistics {stat}")
+    optimizer.close()
+
+
+def copy_parameters() -> None:
+    model = build(dist.get_world_size())
+    reference = build(dist.get_world_size())
+    optimizer = wrap(model)
+    for mine, theirs in zip(frozen(model), frozen(reference), strict=True):
+        check_same(copy.deepcopy(mine), theirs, "deepcopy")
+        check(type(copy.deepcopy(mine)._local_tensor) is Tensor, "a tensor of its own")
+        check(mine.device == theirs.device and isinstance(mine, DTensor), "its looks")
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("job", "arguments"),
+    [
+        *((job, ()) for job in (unfreeze, refuse, stay_where_there_is_room, fork)),
+        *((job, ()) for job in (hold_no_copies, copy_parameters)),
+        *((delete, (by,)) for by in ("optimizer", "model")),
+        *((offload_in_phases, (params,)) for params in ("save", "keep")),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or "-".join(value),
+)
+def test_from_start_to_end(ranks: Ranks, job: Any, arguments: tuple[str, ...]) -> None:
+    ranks(2).run(job, *arguments)
+
+
+def test_export(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(export, str(tmp_path))
