@@ -199,7 +199,7 @@ class AllocatorFigures(NamedTuple):
 
 
 class Backend(Protocol):
-    """One device as the pipeline sees it."""
+    """One device as this package sees it."""
 
     device: torch.device
     can_pin: bool

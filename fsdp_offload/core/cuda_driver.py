@@ -5,7 +5,7 @@ dependency, and one call costs less than through generated bindings. The structu
 driver's binary interface and have not changed since CUDA 10.2; the youngest function is of 11.0.
 
 A step enqueues thousands of copies, and on the CPU of a GPU machine each ``Tensor.copy_`` took 13
-us, an event with its record 4 us (docs/internals/pipeline.md). :class:`Commands` calls the
+us, an event with its record 4 us (docs/internals/ring.md). :class:`Commands` calls the
 driver's functions behind them. They go to the same streams and events, so both kinds may be mixed.
 They only enqueue, so they keep the interpreter lock:
 the host lane's threads would take it after each, and give it back later than the call lasts. (A

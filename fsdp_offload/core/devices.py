@@ -97,7 +97,7 @@ class _TakingTurns(_AcceleratorStream):
     follows a copy in a stream waits that long. So the bulk is cut into turns; turn ``k`` goes to
     stream ``k % 3`` and waits for turn ``k - 2``: one runs and one is ready, always. A copy in
     another queue then waits for about four turns: 3 ms instead of 21 ms for all of 1 GiB, measured
-    on an H200 (docs/internals/pipeline.md, which also says how streams share queues).
+    on an H200 (docs/internals/ring.md, which also says how streams share queues).
 
     What is launched, recorded or waited for here comes after all copies so far.
     """

@@ -1,4 +1,9 @@
-"""``HybridDeviceOptimizer`` and what surrounds its step: state shown, wrapping, clipping."""
+"""``HybridDeviceOptimizer``.
+
+``hybrid`` is its surface and ``updates`` an iteration. ``engine`` builds buckets and runs them:
+``ring`` on the device, ``host`` on CPU cores. ``overlap`` runs both beside forward and backward.
+``weights`` keeps weights in host memory.
+"""
 
 from __future__ import annotations
 

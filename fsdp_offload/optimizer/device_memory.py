@@ -14,8 +14,8 @@ import torch
 from ..core.backend import AllocatorFigures, Backend
 from ..core.config import GIB, MIB
 from ..core.storage import has_expandable_segments
-from ..pipeline.ring import Ring
 from ..plan.residency import MemoryWatch
+from .ring import Ring
 
 _log = logging.getLogger("fsdp_offload")
 

@@ -38,13 +38,13 @@ from ..core.fsdp import Group, find_groups
 from ..core.progress import is_rank_0, warn
 from ..core.spent import SpentGradient, another_backward_error, changed_gradient_error, is_spent
 from ..core.storage import span
-from ..pipeline.engine import Engine
-from ..pipeline.ring import Mark
 from ..plan.order import assumed_ready_ms
 from ..update.params import ParamState, Work
 from ..update.schema import is_torch_class, works_on_matrices
+from .engine import Engine
 from .gradients import gradient_of
 from .lifecycle import Lifecycle
+from .ring import Mark
 
 ASSUMED_MS_PER_BYTE: Final = 1 / 50e6
 """Of the link, each way, until it has been measured: PCIe 5 x16."""

@@ -19,11 +19,11 @@ from ..core.config import Lane, OffloadConfig
 from ..core.errors import DeviceError, StateDictError
 from ..core.gated import bring_back
 from ..link import HostPool
-from ..pipeline.engine import Engine
-from ..pipeline.inventory import Inventory, Placed, missing_kinds
 from ..update import state as state_io
 from ..update.params import MasterForm, ParamState
 from ..update.schema import signature
+from .engine import Engine
+from .inventory import Inventory, Placed, missing_kinds
 from .state_view import Groups, StateView
 
 IMPLEMENTATION_FLAGS: Final = frozenset(("foreach", "fused", "capturable", "differentiable"))

@@ -24,7 +24,6 @@ from ..core.backend import stream_to_wait
 from ..core.config import OffloadConfig
 from ..core.errors import SpentGradientError
 from ..core.progress import warn
-from ..pipeline.inventory import Placed
 from ..update import state as state_io
 from ..update.params import Snapshot, Work
 from ..update.schema import check_supported, is_torch_class, raw_step
@@ -32,6 +31,7 @@ from ..update.shadow import step_idle_groups
 from .device_memory import DeviceMemory
 from .device_state import DeviceState
 from .gradients import count_empty_shards, gradient_of
+from .inventory import Placed
 from .lifecycle import SAVE, Lifecycle
 from .masters import Masters, remove_all, watch_reads
 from .overlap import Overlap, make_overlap, with_overlap

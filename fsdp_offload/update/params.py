@@ -1,4 +1,4 @@
-"""What the pipeline knows of one parameter, and of one step.
+"""What the update knows of one parameter, and of one step.
 
 A :class:`ParamState` stands for one trainable parameter for as long as the optimizer lives. Its
 ``tensors`` are the authoritative state: flat, shard-sized, in the arena (streamed, host) or on

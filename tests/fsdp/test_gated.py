@@ -24,7 +24,7 @@ from fsdp_offload import LaneError, PhaseOffloader
 from fsdp_offload.core import dtensor
 from fsdp_offload.core.fsdp import Group, fsdp_groups
 from fsdp_offload.core.gated import GatedShard
-from fsdp_offload.pipeline.host import HostBucket
+from fsdp_offload.optimizer.host import HostBucket
 from tests.fsdp import models
 from tests.fsdp.models import Ranks, check
 from tests.fsdp.test_overlap import adamw, build, loss_of, wrap

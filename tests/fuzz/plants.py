@@ -14,7 +14,7 @@ from fsdp_offload.optimizer import hybrid, lifecycle
 from fsdp_offload.optimizer.lifecycle import Lifecycle
 from fsdp_offload.optimizer.masters import Masters
 from fsdp_offload.optimizer.reservation import Reservation
-from fsdp_offload.pipeline.ring import Ring
+from fsdp_offload.optimizer.ring import Ring
 
 from .net import ModelError
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from fsdp_offload.core.devices import AcceleratorBackend
-from fsdp_offload.pipeline import host
+from fsdp_offload.optimizer import host
 from tests.gpu import test_overlap
 from tests.helpers.compare import bits
 from tests.helpers.lanes import in_lanes

@@ -10,7 +10,7 @@ from unittest import mock
 from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer
-from fsdp_offload.pipeline.inventory import Inventory
+from fsdp_offload.optimizer.inventory import Inventory
 
 
 def in_lanes(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fsdp_offload.core.backend import Event
-from fsdp_offload.pipeline import host
+from fsdp_offload.optimizer import host
 from fsdp_offload.plan import residency
 from tests.helpers.compare import same
 from tests.helpers.simulator import ADVERSARIES, SimulatedEvent, SimulatedStream, StreamSimulator

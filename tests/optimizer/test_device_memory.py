@@ -16,7 +16,7 @@ from fsdp_offload.core.devices import AcceleratorBackend, CpuBackend
 from fsdp_offload.plan import residency
 from fsdp_offload.plan.residency import AWAY_STEPS, margin_bytes
 from tests.helpers.simulator import use_backend
-from tests.pipeline.test_overlap import Job
+from tests.optimizer.test_overlap import Job
 
 CPU = torch.device("cpu")
 TOTAL = 64 * GIB

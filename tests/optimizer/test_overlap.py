@@ -21,10 +21,10 @@ from fsdp_offload import (
     TransferConfig,
 )
 from fsdp_offload.core.devices import backend_for
+from fsdp_offload.optimizer import ring
+from fsdp_offload.optimizer.host import HostBucket
 from fsdp_offload.optimizer.overlap import Times
-from fsdp_offload.pipeline import ring
-from fsdp_offload.pipeline.host import HostBucket
-from fsdp_offload.pipeline.ring import Ring
+from fsdp_offload.optimizer.ring import Ring
 from fsdp_offload.plan import residency
 from fsdp_offload.update.params import Snapshot, Work
 from tests.away import optimizer_alone

@@ -15,7 +15,7 @@ from tests.away import optimizer_alone
 from tests.helpers.compare import same
 from tests.helpers.policies import POLICIES
 from tests.helpers.simulator import StreamSimulator, use_backend
-from tests.pipeline.test_overlap_waits import BF16, CPU, FP32, Job, Scenario
+from tests.optimizer.test_overlap_waits import BF16, CPU, FP32, Job, Scenario
 
 
 class Moving(Job):

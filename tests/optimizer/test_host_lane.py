@@ -19,8 +19,8 @@ from fsdp_offload import HybridDeviceOptimizer, LaneError, TransferConfig
 from fsdp_offload.core import backend
 from fsdp_offload.core.backend import Event, PendingEvent
 from fsdp_offload.core.devices import CpuBackend
-from fsdp_offload.pipeline import host
-from fsdp_offload.pipeline.host import HostBucket, HostLane
+from fsdp_offload.optimizer import host
+from fsdp_offload.optimizer.host import HostBucket, HostLane
 from fsdp_offload.update.params import Snapshot, Work
 from tests.helpers.config import config
 from tests.helpers.lanes import in_lanes

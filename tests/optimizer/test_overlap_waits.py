@@ -1,4 +1,4 @@
-"""The waits of ``overlap="forward"`` and ``"backward"``: as ``test_pipeline_waits``, beside an
+"""The waits of ``overlap="forward"`` and ``"backward"``: as ``test_ring_waits``, beside an
 FSDP2 that the test plays.
 
 Its groups gather, compute and reduce on streams of their own (:mod:`tests.helpers.fake_fsdp`);
@@ -221,7 +221,7 @@ REMOVED = [
 ]
 GATES = {("gather", "update"), ("gather", "host:in"), ("current", "update"),
          ("current", "host:in"), ("update", "reduce")}  # fmt: skip
-"""What is not already in :mod:`tests.pipeline.test_pipeline_waits`."""
+"""What is not already in :mod:`tests/optimizer.test_ring_waits`."""
 
 
 @pytest.mark.parametrize("scene", REMOVED, ids=str)

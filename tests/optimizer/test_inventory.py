@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from fsdp_offload.core.config import Lane
-from fsdp_offload.pipeline.inventory import Inventory
+from fsdp_offload.optimizer.inventory import Inventory
 from tests.helpers.compare import assert_same
 from tests.helpers.config import config
 
