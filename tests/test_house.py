@@ -10,7 +10,7 @@ from tests.helpers.scripts import Launch
 
 def test_measures_stay_below_what_they_are() -> None:
     assert house.lines() <= 23_779
-    assert house.statements() <= 12_259
+    assert house.statements() <= 12_260
     assert len(house.sources()) <= 119 + 1
     assert house.long_files() == {}
     assert len(house.files_in_root()) <= 2
