@@ -105,7 +105,8 @@ class HostBucket:
             state_of(params),
             scratch,
             flat_remainder=remainder,
-            host_shards=on_host,
+            shards=on_host,
+            on_host=True,
         )
         self.written: PendingEvent | None = None
         """After it, the shards are as the last iteration leaves them; None: it left them alone."""

@@ -23,6 +23,10 @@ what the next one needs, so they travel in neither direction. Their arena is out
 so code that reads it calls :meth:`Ring.flush` first, and code that writes into it
 :meth:`Ring.discard`. Updates are the same, so bits do not depend on which buckets stay.
 Buckets without a host copy stay for good: the device has their authoritative state.
+
+Weights that live in host memory (``optimizer/weights.py``) travel with the state of their bucket,
+behind it in its slot. They go back after each update, also from buckets that stay, because gathers
+read host memory. What other code writes there is fetched again before the update.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ from ..core.config import align
 from ..core.storage import span
 from ..link import Block, HostRange, Link, Residence
 from ..plan import Bucket, Kind, Layout, Slice
-from ..plan.layout import kind_range
+from ..plan.layout import SLOT_ALIGN_BYTES, kind_range
 from ..plan.order import SlotUse, Visit, deadline_order, fetched_first, slot_use
 from ..plan.residency import AWAY_STEPS, choose, spread
 from ..update.bucket import BucketUpdate, Scratch, StateView
@@ -50,11 +54,6 @@ MARK_EVERY: Final = 8
 """Buckets between two readings of the clock."""
 Mark = tuple[int, TimedEvent]
 """Bytes of an iteration that were written back, and when."""
-
-
-def device_bytes_of(bucket: Bucket) -> int:
-    """What a bucket takes on the device: something, also without state."""
-    return align(max(bucket.slot_bytes, 1), 256)
 
 
 class RingBucket:
@@ -100,6 +99,25 @@ class RingBucket:
         else:
             state = [tensor for index in self.indices for tensor in params[index].tensors.values()]
             self.block = Block((), state, Residence.DEVICE)
+        self._place_weights(params)
+        self.blocks = [self.block, self.weights] if self.weights.host else [self.block]
+
+    def _place_weights(self, params: list[ParamState]) -> None:
+        """Behind the state, those that come with it."""
+        hosts, at = list[Tensor](), align(self.bucket.slot_bytes, SLOT_ALIGN_BYTES)
+        self._shards_at: list[tuple[int, int, torch.dtype] | None] = []  # bytes of the slot
+        for slice_ in self.bucket.slices:
+            host = params[slice_.spec.index].host_shard
+            if host is None:
+                self._shards_at.append(None)
+                continue
+            hosts.append(host[slice_.start : slice_.stop].view(torch.uint8))
+            self._shards_at.append((at, at + hosts[-1].nbytes, host.dtype))
+            at = align(at + hosts[-1].nbytes, SLOT_ALIGN_BYTES)
+        self.weights = Block(hosts)
+        self.device_bytes = max(at, SLOT_ALIGN_BYTES)
+        """What it takes on the device: something, also without state."""
+        self.n_bytes = self.block.n_bytes + self.weights.n_bytes
 
     @property
     def update(self) -> BucketUpdate:
@@ -118,12 +136,24 @@ class RingBucket:
         self._slot = slot
         if slot is not None:
             self.block.place([slot[s.slot_start : s.slot_start + s.n_bytes] for s in self._spans])
+            self.weights.place([slot[at[0] : at[1]] for at in self._shards_at if at is not None])
         view = self._state if slot is None else self._view
+        shards = [
+            None if slot is None or at is None else slot[at[0] : at[1]].view(at[2])
+            for at in self._shards_at
+        ]
         if self._update is not None:
-            self._update.bind(view, self._remainder())
+            self._update.bind(view, self._remainder(), shards)
         elif self._make_update is not None:
-            self._update = self._make_update(view=view, flat_remainder=self._remainder())
+            self._update = self._make_update(
+                view=view, flat_remainder=self._remainder(), shards=shards
+            )
             self._make_update = None  # it keeps the optimizer
+
+    def forget(self) -> None:
+        """What the device has of it is of no use any more."""
+        for block in self.blocks:
+            block.forget()
 
     def _view(self, slice_: Slice, kind: Kind, numel: int) -> Tensor:
         assert self._slot is not None
@@ -208,7 +238,7 @@ class Ring:
         self._deadlines = [*(index for index in self._deadlines if index < count), *added]
         self._ranks = [*self._ranks[:count], *added]
         self.sizes = {
-            index: device_bytes_of(bucket.bucket)
+            index: bucket.device_bytes
             for index, bucket in enumerate(buckets)
             if bucket.has_host_copy
         }
@@ -226,7 +256,7 @@ class Ring:
             Visit(
                 ready_ms=max(ready_ms[index] for index in bucket.indices),
                 rank=min(ranks[index] for index in bucket.indices),
-                cost_ms=bucket.bucket.state_bytes * ms_per_byte if i in travelling else 0,
+                cost_ms=bucket.n_bytes * ms_per_byte if i in travelling else 0,
             )
             for i, bucket in enumerate(self.buckets)
         ]
@@ -301,7 +331,7 @@ class Ring:
         for index, bucket in enumerate(self.buckets):  # slices of a parameter are made in order
             slot = self._use.slots[self._positions[index]]
             if slot is not None:
-                bucket.block.forget()
+                bucket.forget()
             bucket.move_to(self.staying.get(index) if slot is None else self.slots[slot])
 
     @property
@@ -349,7 +379,7 @@ class Ring:
             if all(gradient is None for gradient in gradients):
                 bucket.updated = None
                 if self._use.slots[self._head] is not None:
-                    bucket.block.forget()
+                    bucket.forget()
                 self._head += 1
                 continue
             for index in bucket.indices:
@@ -377,28 +407,44 @@ class Ring:
     def _fetch(self, position: int) -> None:
         """Enqueue the transfer of a position of this iteration, unless its state is there."""
         index, slot = self.order[position], self._use.slots[position]
-        bucket = self.buckets[index]
-        if slot is None and bucket.block.residence is not Residence.HOST:
-            return
-        self.link.fetch(bucket.block, after=() if slot is None else (self._free[slot],))
-        self._fetched_bytes += bucket.bucket.state_bytes
+        blocks = self.buckets[index].blocks
+        if slot is not None:
+            after = [self._free[slot]]
+        else:
+            blocks = [block for block in blocks if block.residence is Residence.HOST]
+            after = [block.stored for block in blocks]
+        if blocks:
+            self.link.fetch(*blocks, after=after)
+            self._fetched_bytes += sum(block.n_bytes for block in blocks)
 
     def _step(self, bucket: RingBucket, gradients: list[Tensor | None], work: Work) -> None:
-        block, slot = bucket.block, self._use.slots[self._head]
-        if block.residence is Residence.FETCHING:
-            assert block.arrived is not None
-            self.link.update.wait(block.arrived)
+        slot = self._use.slots[self._head]
+        for event in dict.fromkeys(map(self._ready, bucket.blocks)):
+            if event is not None:
+                self.link.update.wait(event)
         with span("update"):
             self.link.update.launch(bucket.update.run, gradients, work.snapshot)
         bucket.updated = self.link.update.record()
-        block.changed(bucket.updated)
+        for block in bucket.blocks:
+            block.changed(bucket.updated)
+        if leaving := bucket.blocks[slot is None :]:
+            stored = self.link.store(*leaving)
+            self._moved_bytes += sum(block.n_bytes for block in leaving)
         if slot is not None:
-            self._free[slot] = self.link.store(block)
-            self._moved_bytes += bucket.bucket.state_bytes
+            self._free[slot] = stored
             if self._travelled % MARK_EVERY == 0:
                 self._marks.append((self._moved_bytes, self.link.time_stores()))
             self._travelled += 1
         self._head += 1
+
+    def _ready(self, block: Block) -> Event | None:
+        """After it, an update may read and write what the device has of the block."""
+        if block.residence is Residence.HOST:  # a weight that was written since it was fetched
+            self.link.fetch(block, after=(block.arrived,))
+            self._fetched_bytes += block.n_bytes
+        if block.residence is Residence.STORING:
+            return block.stored
+        return block.arrived if block.residence is Residence.FETCHING else None
 
     def _end(self) -> None:
         self.marks, self._marks = self._marks, []
@@ -432,7 +478,7 @@ class Ring:
 
     def _forget(self) -> None:
         for index in self.sizes:
-            self.buckets[index].block.forget()
+            self.buckets[index].forget()
         self.link.keep_order()  # turns that are made again have the same targets
 
     def abort(self) -> None:
@@ -447,6 +493,9 @@ class Ring:
 
     def close(self) -> None:
         """Let go of all memory; nothing else may be called then."""
+        for bucket in self.buckets:  # weights may outlive it
+            bucket.weights.forget()
+            bucket.weights.place(())
         self.buckets, self.slots, self.staying, self.order = [], [], {}, []
 
     def finish_transfers(self) -> None:
