@@ -24,7 +24,8 @@ from ..update.params import MasterForm, ParamState, Snapshot, Work
 from ..update.schema import make_shadow, raw_step
 from ..update.state import fill_initial, write_master
 from .host import HostBucket, HostLane, host_buckets, thread_count
-from .ring import Ring, RingBucket
+from .ring import Ring
+from .ring_bucket import RingBucket
 
 States = dict[Tensor, dict[str, Any]]
 
