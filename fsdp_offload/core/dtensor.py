@@ -177,7 +177,7 @@ def shard_info(parameter: Tensor, fqn: str) -> ShardInfo:
         global_shape=tuple(parameter.shape),
         local_shape=tuple(shard.shape),
         dtype=parameter.dtype,
-        device=shard.device,
+        device=with_history(parameter).device,
         is_plain=plain,
     )
 
@@ -324,7 +324,8 @@ def clear_decoupled_gradient(parameter: Tensor) -> None:
 
 def zero_gradient(parameter: Tensor) -> Tensor:
     """What ``zero_grad(set_to_none=False)`` leaves of a gradient; waits for no update."""
-    return like(parameter, torch.zeros_like(with_history(parameter), requires_grad=False))
+    shard = with_history(parameter)
+    return like(parameter, torch.zeros(shard.shape, dtype=shard.dtype, device=shard.device))
 
 
 def never_has_gradient(parameter: Tensor) -> bool:
@@ -445,9 +446,11 @@ def memory_of(parameter: Tensor, storage: torch.UntypedStorage | None = None) ->
     ``storage``: the shard's, if it is at hand.
 
     It stays the same while the storage is away and when it comes back elsewhere, as long as
-    a tensor holds it. (0, 0) for an empty shard.
+    a tensor holds it. (0, 0) for an empty shard, (-1, 0) for one that lives in host memory.
     """
     shard = with_history(parameter)
+    if keeper_of(shard) is not None:
+        return -1, 0
     if not shard.numel():
         return 0, 0
     storage = shard.untyped_storage() if storage is None else storage

@@ -36,7 +36,10 @@ class Block:
         residence: where the bytes are.
     """
 
-    __slots__ = ("_turns", "arrived", "device", "host", "n_bytes", "residence", "stored", "updated")
+    __slots__ = (
+        *("_turns", "arrived", "device", "host", "n_bytes", "residence"),
+        *("stored", "stores", "updated"),
+    )
 
     def __init__(
         self,
@@ -49,6 +52,7 @@ class Block:
         self.arrived: Event | None = None  # link -> who reads the device: fetched
         self.updated: Event | None = None  # who writes the device -> link: may be stored
         self.stored: Event | None = None  # link -> who reads the host, or reuses the device
+        self.stores = 0  # so far
         self._turns: tuple[Turns, Turns] | None = None
 
     def place(self, device: Sequence[Tensor]) -> None:

@@ -89,6 +89,7 @@ class Link:
             for block in blocks:
                 self.stored_bytes += block.n_bytes
                 block.stored, block.residence = stored, Residence.STORING
+                block.stores += 1
         return stored
 
     @functools.cached_property

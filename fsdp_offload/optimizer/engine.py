@@ -111,6 +111,7 @@ class Engine:
         self.backend, self.config = backend, config
         self._pool = pool
         self.payload_bytes = 0  # of state in host memory
+        self.weight_bytes = 0  # of device_memory, that weights take
         self.ring = Ring(backend, config.overlap or "step")
         self.update = self.ring.link.update
         self.host: HostLane | None = None
@@ -243,6 +244,8 @@ class Engine:
         """What the ring may have when these are added. Where memory is taken while there is some
         to spare, no more than slots for them, until it is looked at again."""
         own, first = self.ring.own_bytes, self.config.first_device_bytes
+        if self.config.device_memory != "auto":
+            first = max(first - self.weight_bytes, 0)
         if self.config.device_memory != "auto" or not own or not buckets:
             return first
         return max(first, own + LEAST_SLOTS * max(each.device_bytes for each in buckets))

@@ -26,6 +26,7 @@ from torch.nn.utils import get_total_norm
 
 from ..core import dtensor
 from ..core.errors import AwayError, ConfigError, NonFiniteGradientError, StateSchemaError
+from ..core.gated import keeper_of
 from ..core.storage import is_empty
 from ..update.params import ParamState
 
@@ -39,8 +40,8 @@ def gradient_of(param: ParamState) -> Tensor | None:
         UnsupportedParameterError: see :func:`.core.dtensor.gradient_shard`.
     """
     shard = dtensor.with_history(param.parameter)
-    storage = shard.untyped_storage()
-    if is_empty(shard, storage):
+    storage = None if keeper_of(shard) is not None else shard.untyped_storage()
+    if storage is not None and is_empty(shard, storage):
         raise AwayError(
             f"the shard of {param.fqn}",
             reason="its device memory is offloaded, and an update writes into it",

@@ -47,13 +47,10 @@ class Masters:
 
     def follow_weights(self) -> None:
         """Whole masters become weights that were written since, where the two differ."""
-        params = self._reserved.params
-        if any(storages.is_empty(dtensor.with_history(p.parameter)) for p in params):
+        whole = [p for p in self._reserved.params if p.form is MasterForm.WHOLE]
+        if not whole or any(storages.is_empty(dtensor.local(p.parameter)) for p in whole):
             return  # nothing can have been written into what has no memory
         with torch.no_grad():
-            whole = [param for param in params if param.form is MasterForm.WHOLE]
-            if not whole:
-                return
             # On the device: a loop that reads the state of one parameter after the other would
             # else compare all masters each time.
             now = weight_checksums(whole)

@@ -25,6 +25,7 @@ from ..update.schema import signature
 from .engine import Engine
 from .inventory import Inventory, Placed, missing_kinds
 from .state_view import Groups, StateView
+from .weights import Weights
 
 IMPLEMENTATION_FLAGS: Final = frozenset(("foreach", "fused", "capturable", "differentiable"))
 """Group values that say how a kernel runs, not what it computes: a load keeps the current ones."""
@@ -46,6 +47,7 @@ class Reservation:
         self.params: list[ParamState] = []
         self.never_have_gradients: list[ParamState] = []
         self._managed: set[Tensor] = set()  # parameters that are reserved, or left to the class
+        self.weights: Weights | None = None
         self._start()
 
     def _start(self) -> None:
@@ -55,8 +57,15 @@ class Reservation:
         self.pool = HostPool(holder, self.backend, self.config.transfer)
         self.engine = self._new_engine()
 
+    def use(self, weights: Weights) -> None:
+        """Let updates bring those along that are in host memory; nothing is reserved yet."""
+        self.weights = weights
+        self.engine.weight_bytes = weights.staying_bytes + weights.slot_bytes
+
     def _new_engine(self) -> Engine:
         engine = Engine(self.config, self.backend, self.pool)
+        if self.weights is not None:
+            engine.weight_bytes = self.weights.staying_bytes + self.weights.slot_bytes
         self._close_engine: Callable[[], object] = weakref.finalize(self, engine.close)
         return engine
 
@@ -81,7 +90,9 @@ class Reservation:
         is as before."""
         if not added:
             return
-        bring_back(dtensor.with_history(parameter) for parameter, _ in added)  # frozen until now
+        trained = {} if self.weights is None else self.weights.trained
+        frozen_until_now = [parameter for parameter, _ in added if parameter not in trained]
+        bring_back(map(dtensor.with_history, frozen_until_now))
         backend = backend_of(parameter for parameter, _ in added)
         if backend.device != self.backend.device:
             raise DeviceError(
@@ -90,6 +101,9 @@ class Reservation:
                 remedy="move them there, or wrap another optimizer for them",
             )
         params, natives = self.inventory.plan(added, lanes=lanes)
+        for param in params:
+            if (away := trained.get(param.parameter)) is not None:
+                param.host_shard = away.shard
         shown = self.view.shown
         frozen = {p: shown[p] for p, _ in added if shown.get(p)}
         for param in params:

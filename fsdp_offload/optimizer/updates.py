@@ -90,19 +90,24 @@ class Updates:
         try:
             with ordinary_tensors():
                 self._make_overlap()
+                if self._config.offload == "all":
+                    self._keep_weights_on_host()
                 if self.steps_itself:
                     warn_that_state_stays(self.inner, self._config, self.reserved.backend.device)
                 else:
                     self._extend(self.reserved.inventory.trainable())
                     self.reserved.take_over()
-                if self._config.offload == "all":
-                    reserved = self.reserved
-                    used_bytes = reserved.engine.ring.own_bytes
-                    backend, config = reserved.backend, reserved.config
-                    self.weights = keep_on_host(self._models, backend, config, used_bytes)
         except BaseException:
             self._give_back()
             raise
+
+    def _keep_weights_on_host(self) -> None:
+        reserved, steps_itself = self.reserved, self.steps_itself
+        self.weights = keep_on_host(
+            self._models, self.inner, reserved.backend, reserved.config, steps_itself=steps_itself
+        )
+        if self.weights is not None:
+            reserved.use(self.weights)
 
     def _make_overlap(self) -> None:
         self.overlap = make_overlap(self, self.inner, self._models, self.reserved.engine)
@@ -119,7 +124,11 @@ class Updates:
         with self.life.failing("step()"):
             start = current.record()
             work.ready = [start if event is None else event for event in work.ready]
+            if self.weights is not None:
+                self.weights.exchange_written()
             engine.run(work, start)
+            if self.weights is not None:
+                self.weights.passed_step()
             self._end_updates(work)
             if self.memory is not None:
                 self.memory.look(self.steps + 1, engine.ring)
@@ -183,6 +192,8 @@ class Updates:
         if self.overlap is not None:
             with self.life.failing("an update of the step before"):
                 self.overlap.begin()
+        if self.weights is not None:
+            self.weights.exchange_written()
         engine = self.reserved.engine
         snapshot = Snapshot.take(self.inner, self.inner.param_groups, host=engine.host is not None)
         engine.prepare(snapshot)
@@ -269,6 +280,8 @@ class Updates:
     def _attach(self) -> None:
         if self.overlap is not None:
             self.overlap.attach(self.reserved.params, self.reserved.engine)
+        if self.weights is not None:
+            self.weights.attach(self.reserved.params, self.reserved.engine.ring.buckets)
 
     def _follow_options(self) -> None:
         """Reserve state that options have come to need, such as SGD's momentum where a scheduler

@@ -1,4 +1,4 @@
-"""Frozen weights that live in host memory, and are on the device while FSDP2 gathers them.
+"""Weights that live in host memory, and are on the device while FSDP2 gathers them.
 
 The shards of one FSDP2 group lie one behind the other in host memory, each as FSDP2 has it: the
 local tensor, then padding. The device has a few *slots*, each as large as the largest group. A
@@ -8,7 +8,13 @@ was fetched first, so nothing is ever locked, and a forward that ends early leav
 
 After each gather, the groups that followed it the last time are fetched. What follows is looked up
 by the last *two* gathers, which tells a forward from a backward. A wrong guess costs a transfer;
-a group that is in no slot when it is needed is fetched then.
+a group that is in no slot when it is needed is fetched then. A step counts as a gather: groups are
+not fetched past it before it has come, since it changes most of them.
+
+The buckets of the ring (``optimizer/ring.py``) bring a trained weight to its update and back to
+host memory: :attr:`Away.blocks`. What reads host memory waits until the last of them is *stored*.
+So a slot has the weight as it is now if it was fetched after the stores that are the last ones now.
+What writes host memory waits likewise, and the buckets fetch anew what they had fetched ahead.
 
 What the caller does with such a parameter goes by a stand-in: see ``core/gated.py``. The
 stand-ins keep everything alive that the weights need. So the model outlives its optimizer.
@@ -20,7 +26,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Final
 
 import torch
@@ -34,9 +40,13 @@ from ..core.errors import DeviceError, DeviceMemoryError, check_open
 from ..core.fsdp import Group, GroupShard
 from ..core.gated import GatedShard
 from ..link import Block, HostPool, HostRange, Link, Residence
+from ..update.params import ParamState
+from .ring_bucket import RingBucket
 
 SLOTS: Final = 3
 """One that is read, and two that are fetched meanwhile."""
+STEP: Final = -1
+"""Stands for a step among the indices of groups."""
 _ALIGNMENT: Final = 256
 """Bytes, of each shard in host memory and in a slot."""
 
@@ -52,7 +62,10 @@ class Away:
         self.host = host  # padded, 1-D, of the shard's dtype
         self._values = host[: shard.numel()].view(shard.shape)
         self._views = views  # of each slot
+        self.blocks: list[Block] = []  # by which updates read and write host memory
+        self.past = 0  # stores of blocks before
         self.kept: Tensor | None = None  # a copy that has been, or may be, written into
+        self._age = 0  # of the shard, when the copy was fetched
         self._version = 0  # of a copy that has not been
         self._arrived: Event | None = None
         self._nothing = held.padded.new_empty(0)
@@ -82,23 +95,44 @@ class Away:
                 self._stay()
                 return False
             self.kept = None  # older than what was assigned
-            weights.replace(self.index, self._values, shard.detach())
+            weights.replace(self, shard.detach())
             dtensor.put(parameter, GatedShard(shard, keeper=self))
             return True
 
     def _stay(self) -> None:
         self._weights.evict(self.index)
         self._weights.away[self.index].remove(self)
+        self._weights.trained.pop(self.held.parameter, None)
         if self._end is not None:
             self._end()
         self._end = self.kept = None
 
+    @property
+    def shard(self) -> Tensor:
+        """The values in host memory, 1-D."""
+        return self._values.view(-1)
+
     def flush(self) -> None:
-        """Let host memory have what was written into a copy."""
+        """Let host memory have what was written into a copy, or the copy what updates wrote since
+        into host memory."""
         if (kept := self.kept) is not None:
-            self._weights.replace(self.index, self._values, kept.detach())
+            if self._is_old():
+                self._fill(kept)
+            else:
+                self._weights.replace(self, kept.detach())
             if not storages.is_shared(kept):
                 self.kept = None
+
+    def _is_old(self) -> bool:
+        return self._age != age([self])
+
+    def _fill(self, copy: Tensor) -> None:
+        """Fetch the values; the current stream waits for them."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._arrived = self._weights.fetch(self, self._values, copy)
+        if self._arrived is not None:
+            self._weights.backend.current_stream().wait(self._arrived)
+        self._age, self._version = age([self]), copy._version
 
     # ------------------------------------------------------------------ Keeper
 
@@ -110,9 +144,9 @@ class Away:
             if copy is None:
                 with torch.inference_mode(False), torch.no_grad():
                     copy = torch.empty_like(self._values, device=weights.backend.device)
-                    self._arrived = weights.fetch(self._values, copy)
-                self._version = copy._version
-            if self._arrived is not None:
+            if copy is not self.kept or self._is_old():
+                self._fill(copy)
+            elif self._arrived is not None:
                 weights.backend.current_stream().wait(self._arrived)
             return copy
 
@@ -127,24 +161,34 @@ class Away:
             self.flush()
             if self.kept is not None:  # what has the same memory sees what is written now
                 return self.take()
-            self._weights.evict(self.index)
+            self._weights.settle(self)
             return self._values
 
     def bring_back(self) -> None:
         """See :class:`.Keeper`."""
         self._weights.bring_back([self])
 
-    def come_back(self) -> Event | None:
-        """Have device memory for good, with the values after this event."""
+    def come_back(self, memory: Tensor) -> Event | None:
+        """Have this device memory for good, with the values after this event."""
         with torch.inference_mode(False):
             self.flush()
-            padded = self._weights.allocate(self.host.nbytes).view(self.host.dtype)
-            arrived = self._weights.fetch(self.host, padded)
+            padded = memory.view(self.host.dtype)
+            arrived = self._weights.fetch(self, self.host, padded)
             self._stay()
             self.held.padded = padded
             shard = padded[: self._values.numel()].view(self._values.shape)
             dtensor.put(self.held.parameter, shard)
         return arrived
+
+
+def stored(shards: Iterable[Away]) -> Iterable[Event | None]:
+    """The events after which host memory has what updates so far have made of shards."""
+    return dict.fromkeys(block.stored for each in shards for block in each.blocks)
+
+
+def age(shards: Iterable[Away]) -> int:
+    """A number that grows with each update of one of the shards."""
+    return sum(each.past + sum(block.stores for block in each.blocks) for each in shards)
 
 
 class Slot:
@@ -153,6 +197,7 @@ class Slot:
     def __init__(self, number: int, memory: Tensor) -> None:
         self.number, self.memory = number, memory
         self.arrived: Event  # after it, the memory may be read
+        self.age = 0  # of the group, when it was fetched
         self.free: Event | None = None  # after it, the memory may be written into
         self.blocks: list[Block] = []  # one per group
 
@@ -181,6 +226,8 @@ class Weights:
     ) -> None:
         self.backend = backend
         self._pid, self._lock = os.getpid(), threading.RLock()
+        self.staying_bytes = 0
+        """Of weights that could have left."""
         self._link = Link(backend, "weights", turn_bytes=TURN_BYTES)
         self._pool = HostPool("HybridDeviceOptimizer: weights", backend, config.transfer)
         sizes = [sum(map(padded_bytes, shards)) for shards in chosen]
@@ -196,6 +243,9 @@ class Weights:
             raise
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         self.away = [self._cut(i, chosen[i], arena, start) for i, start in enumerate(starts)]
+        found = {each.held.parameter: each for group in self.away for each in group}
+        self.trained = {p: each for p, each in found.items() if p.requires_grad}
+        """What its optimizer updates."""
         self._link.follow(backend.current_stream().record(), stores=False)  # the slots' last use
         for index, (group, away) in enumerate(zip(groups, self.away, strict=True)):
             if away:
@@ -225,6 +275,23 @@ class Weights:
     def host_bytes(self) -> int:
         """Of weights that are in host memory."""
         return sum(each.host.nbytes for group in self.away for each in group)
+
+    def attach(self, params: Sequence[ParamState], buckets: Sequence[RingBucket]) -> None:
+        """Know what updates them, whenever that has changed."""
+        for away in self.trained.values():
+            away.past, away.blocks = age([away]), []
+        for bucket in buckets:
+            for index in bucket.indices:
+                if (found := self.trained.get(params[index].parameter)) is not None:
+                    found.blocks.append(bucket.weights)
+
+    def exchange_written(self) -> None:
+        """Before and after updates: exchange with host memory what the caller has written, and what
+        code that holds a view of a copy is to see."""
+        for away in self.trained.values():
+            if away.kept is not None:
+                with self.turn():
+                    away.flush()
 
     @property
     def slot_bytes(self) -> int:
@@ -259,17 +326,26 @@ class Weights:
                 remedy="free device memory and try again, or call fully_shard of smaller modules",
             ) from error
 
-    def fetch(self, host: Tensor, device: Tensor) -> Event | None:
+    def fetch(self, away: Away, host: Tensor, device: Tensor) -> Event | None:
         """Copy one shard to memory that the current stream has; returns when it is there."""
         block = Block([as_bytes(host)], [as_bytes(device)])
-        after = [self.backend.current_stream().record()]
+        after = [self.backend.current_stream().record(), *stored([away])]
         return self._link.fetch(block, after=after) if block.n_bytes else None
 
-    def replace(self, index: int, host: Tensor, device: Tensor) -> None:
-        """Let one shard of a group have other values, as the current stream leaves them."""
-        self.evict(index)
+    def settle(self, away: Away) -> None:
+        """Let host memory have its values of now, and be written into; blocks until it may."""
+        self.evict(away.index)
         self._link.synchronize()  # a fetch may read what is written now
-        self._store([host], [device])
+        for event in stored([away]):
+            if event is not None:
+                event.synchronize()
+        for block in away.blocks:
+            block.forget()
+
+    def replace(self, away: Away, device: Tensor) -> None:
+        """Let one shard have other values, as the current stream leaves them."""
+        self.settle(away)
+        self._store([away.shard], [device])
 
     def _store(self, host: Sequence[Tensor], device: Sequence[Tensor]) -> None:
         """Blocks until host memory has the bytes."""
@@ -295,7 +371,8 @@ class Weights:
             )
         with self.turn():
             self.flush(index)
-            slot = self._held.get(index) or self._fetch(index, ())
+            slot = self._held.get(index) if self._is_there(index) else None
+            slot = slot or self._fetch(index, ())
             stream.wait(slot.arrived)
             for each in away:
                 each.lend(slot.number)
@@ -307,6 +384,13 @@ class Weights:
                 slot.free = stream.record()
             self._fetch_ahead(index)
 
+    def _is_there(self, index: int) -> bool:
+        """Whether a slot has the group as it is now; an older one is forgotten."""
+        slot = self._held.get(index)
+        if slot is not None and slot.age != age(self.away[index]):
+            self.evict(index)
+        return index in self._held
+
     def _fetch(self, index: int, wanted: Collection[int]) -> Slot:
         """Into a free slot, or else that of a group which was fetched first and is not wanted."""
         if not self._free:
@@ -314,20 +398,27 @@ class Weights:
         slot = self._held[index] = self._free.pop()
         block = slot.blocks[index]
         block.forget()
-        slot.free = slot.arrived = self._link.fetch(block, after=[slot.free])
+        slot.age, after = age(self.away[index]), stored(self.away[index])
+        slot.free = slot.arrived = self._link.fetch(block, after=[slot.free, *after])
         return slot
+
+    def passed_step(self) -> None:
+        """Updates are under way: fetch what is gathered next, after them."""
+        self.exchange_written()
+        with self.turn():
+            self._fetch_ahead(STEP)
 
     def _fetch_ahead(self, index: int) -> None:
         self._follows[self._last] = index
         before = self._last = (self._last[1], index)
         wanted = dict[int, None]()
         for _ in range(len(self._free) + len(self._held)):
-            if (following := self._follows.get(before)) is None:
+            if (following := self._follows.get(before, STEP)) == STEP:
                 break
             wanted[following] = None
             before = (before[1], following)
         for each in wanted:
-            if each not in self._held and self.away[each]:
+            if not self._is_there(each) and self.away[each]:
                 self.flush(each)
                 self._fetch(each, wanted)
 
@@ -345,16 +436,15 @@ class Weights:
         """Give shards device memory for good.
 
         Raises:
-            DeviceMemoryError: there is no room; those that have none stay in host memory.
+            DeviceMemoryError: there is no room; all stay in host memory.
         """
         arrived: Event | None = None
         with self.turn():
-            try:
-                for each in shards:
-                    arrived = each.come_back()
-            finally:
-                if arrived is not None:  # the last one; the others are before it
-                    self.backend.current_stream().wait(arrived)
+            memory = [self.allocate(each.host.nbytes) for each in shards]
+            for each, own in zip(shards, memory, strict=True):
+                arrived = each.come_back(own) or arrived
+            if arrived is not None:  # the last one; the others are before it
+                self.backend.current_stream().wait(arrived)
 
     def close(self) -> None:
         """Give all weights back, as ordinary tensors, and host memory. Idempotent.

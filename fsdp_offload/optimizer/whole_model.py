@@ -3,41 +3,63 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..core import dtensor
 from ..core.backend import Backend
 from ..core.config import OffloadConfig
 from ..core.errors import ConfigError
 from ..core.fsdp import GroupShard, find_groups
-from ..core.progress import is_rank_0
-from ..plan.residency import choose_travelling
+from ..core.progress import is_rank_0, warn
+from ..plan.residency import LEAST_SLOTS, bytes_for_weights, choose_travelling
+from ..update.schema import has_schema, works_on_matrices
 from .weights import SLOTS, Weights, padded_bytes
 
 _log = logging.getLogger("fsdp_offload")
 
 
-def _may_leave(shard: GroupShard, device: torch.device) -> bool:
-    """Whether it is frozen, and an ordinary tensor that FSDP2 gathers from as it is."""
+def _may_leave(shard: GroupShard, device: torch.device, trained: Collection[Tensor]) -> bool:
+    """Whether it is frozen, or trained by this optimizer, and an ordinary tensor that FSDP2 gathers
+    from as it is."""
     local, padded = dtensor.with_history(shard.parameter), shard.padded
     is_plain = type(local) is type(padded) is Tensor and local.is_contiguous()
-    is_frozen = not shard.parameter.requires_grad
-    return is_frozen and is_plain and local.device == device and padded.numel() > 0
+    is_meant = not shard.parameter.requires_grad or shard.parameter in trained
+    return is_meant and is_plain and local.device == device and padded.numel() > 0
+
+
+def _trained(inner: Optimizer, config: OffloadConfig, *, steps_itself: bool) -> set[Tensor]:
+    """What the optimizer trains, where its updates can bring the weight along."""
+    reason = ""
+    if steps_itself or works_on_matrices(inner) or not has_schema(inner):
+        reason = f"{type(inner).__name__} does not update element by element"
+    elif config.update_on == "host" or config.offload_fraction < 1:
+        reason = "only updates on the device bring them along, with state that is offloaded"
+    trained = {p for group in inner.param_groups for p in group["params"] if p.requires_grad}
+    if reason and trained:
+        warn('offload="all": trained weights stay on the device: %s', reason)
+    return set() if reason else trained
 
 
 def keep_on_host(
-    models: Sequence[nn.Module], backend: Backend, config: OffloadConfig, used_bytes: int
+    models: Sequence[nn.Module],
+    inner: Optimizer,
+    backend: Backend,
+    config: OffloadConfig,
+    *,
+    steps_itself: bool,
 ) -> Weights | None:
-    """What ``offload="all"`` asks for: frozen weights of ``models`` leave the device.
+    """What ``offload="all"`` asks for: weights of ``models`` leave the device.
 
     Args:
         models: of which FSDP2 gathers weights.
+        inner: the wrapped optimizer, which has no state on the host yet.
         backend: of their device.
         config: of the optimizer.
-        used_bytes: of ``device_memory`` that the optimizer's state takes.
+        steps_itself: see :class:`.Updates`.
 
     Returns:
         None: everything stays.
@@ -53,19 +75,24 @@ def keep_on_host(
             reason="weights are fetched when FSDP2 gathers them",
             remedy='call fully_shard and pass model=, or use offload="state"',
         )
-    frozen = [[s for s in group.shards if _may_leave(s, backend.device)] for group in groups]
-    sizes = [sum(map(padded_bytes, shards)) for shards in frozen]
-    allowed = max(config.first_device_bytes - used_bytes, 0)
-    if config.device_memory == "auto":  # all stay, or none
-        total_bytes = backend.free_and_total()[1]
-        allowed = sum(sizes) if 2 * sum(sizes) <= total_bytes else 0
+    trained = _trained(inner, config, steps_itself=steps_itself)
+    movable = [[s for s in g.shards if _may_leave(s, backend.device, trained)] for g in groups]
+    sizes = [sum(map(padded_bytes, shards)) for shards in movable]
+    gradients = [dtensor.with_history(p).nbytes for p in trained]
+    allowed = bytes_for_weights(
+        config.device_memory,
+        backend.free_and_total()[1],
+        gradient_bytes=sum(gradients),
+        ring_bytes=LEAST_SLOTS * config.bucket_bytes if gradients else 0,
+    )
     travelling = choose_travelling(sizes, allowed, SLOTS)
-    chosen = [shards if i in travelling else [] for i, shards in enumerate(frozen)]
+    chosen = [shards if i in travelling else [] for i, shards in enumerate(movable)]
     if not any(chosen):
-        _log.info('offload="all": no frozen weights leave the device')
+        _log.info('offload="all": no weights leave the device')
         return None
     weights = Weights(groups, backend, config, chosen)
+    weights.staying_bytes = sum(sizes) - sum(sizes[i] for i in travelling)
     if is_rank_0():
         count = sum(map(len, chosen))
-        _log.info("%d frozen weights, %d bytes, are in host memory", count, weights.host_bytes)
+        _log.info("%d weights, %d bytes, are in host memory", count, weights.host_bytes)
     return weights

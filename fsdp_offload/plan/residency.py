@@ -174,6 +174,23 @@ def spread(order: Sequence[int]) -> list[int]:
     return [order[i] for i in sorted(range(len(order)), key=lambda i: i * golden % 1)]
 
 
+def bytes_for_weights(
+    device_memory: int | str, total_bytes: int, *, gradient_bytes: int, ring_bytes: int
+) -> int:
+    """Device memory for weights that may leave, slots for those that do included. They leave last:
+    a weight that stays saves more traffic than as many bytes of state.
+
+    Args:
+        device_memory: the caller's figure; "auto": half of the device is left to the job.
+        total_bytes: of the device.
+        gradient_bytes: of all that is trained.
+        ring_bytes: the least that state needs to travel.
+    """
+    if isinstance(device_memory, int):
+        return max(device_memory - ring_bytes, 0)
+    return max(total_bytes // 2 - gradient_bytes - ring_bytes, 0)
+
+
 def choose_travelling(sizes: Sequence[int], allowed: int, slots: int) -> set[int]:
     """Which groups of weights leave a device that has ``allowed`` bytes for them and ``slots``.
 

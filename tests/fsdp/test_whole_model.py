@@ -1,4 +1,4 @@
-"""``offload="all"``: frozen weights live in host memory, and nothing else changes a bit."""
+"""``offload="all"``: weights live in host memory, and nothing else changes a bit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from fsdp_offload import (
     checkpoint,
 )
 from fsdp_offload.core.fsdp import Group, fsdp_groups
-from fsdp_offload.core.gated import GatedShard
+from fsdp_offload.core.gated import keeper_of
 from fsdp_offload.link import held_bytes
 from fsdp_offload.optimizer import weights as weights_module
 from tests.fsdp import models
@@ -53,12 +53,13 @@ FROZEN = ("embed", "up", "blocks.2")
 
 def build(
     size: int, *, dtype: torch.dtype = FP32, hybrid: bool = False, recomputes: str = "",
-    trained: tuple[str, ...] = (), **options: Any,
+    freezes: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
+    """``freezes``: most of the parameters; else one."""
     torch.manual_seed(0)
     model = models.Toy().to(dtype)
     for name, parameter in model.named_parameters():
-        if name.startswith(FROZEN) or ".up." in name:
+        if freezes and (name.startswith(FROZEN) or ".up." in name):
             parameter.requires_grad_(False)
     if recomputes == "inside":
         for index, block in enumerate(model.blocks):
@@ -80,20 +81,16 @@ def wrap(model: Any, **options: Any) -> HybridDeviceOptimizer:
     return HybridDeviceOptimizer(adamw(model), model, **options)
 
 
-def is_frozen(shard: Any) -> bool:
-    return not shard.parameter.requires_grad
-
-
-def frozen(model: Any) -> list[Any]:
+def sharded(model: Any) -> list[Any]:
     groups = (Group(*group) for group in fsdp_groups([model]))
-    return [p for group in groups for p in group.parameters if not p.requires_grad]
+    return [p for group in groups for p in group.parameters]
 
 
 def away(model: Any) -> list[bool]:
-    """Whether each frozen weight is in host memory, and FSDP2 has no memory of it."""
+    """Whether each weight is in host memory, and FSDP2 has no memory of it."""
     groups = (Group(*group) for group in fsdp_groups([model]))
-    shards = [s for group in groups for s in group.shards if not s.parameter.requires_grad]
-    found = [type(s.parameter._local_tensor) is GatedShard for s in shards]  # type: ignore[attr-defined]
+    shards = [s for group in groups for s in group.shards]
+    found = [keeper_of(s.parameter._local_tensor) is not None for s in shards]  # type: ignore[attr-defined]
     empty = [s.padded.numel() == 0 for s in shards]
     check(found == empty, f"{found} is not {empty}")
     return found
@@ -166,9 +163,14 @@ BETWEEN: dict[str, Callable[[Any, int], list[Any]]] = {
 }
 
 
-def train(model: Any, optimizer: Any, between: str) -> list[Any]:
+def train(model: Any, optimizer: Any, between: str, stay_bytes: int = 0) -> list[Any]:
+    """``stay_bytes``: for state that stays on the device from the second step on."""
     seen: list[Any] = []
     for index in range(STEPS):
+        if index == 1 and stay_bytes:
+            ring = optimizer._updates.reserved.engine.ring
+            ring.fit(stay_bytes, 1)
+            check(0 < len(ring.staying) < len(ring.sizes), "some buckets stay")
         seen += BETWEEN[between](model, index)
         seen.append(step(model, optimizer, index, skip=1 if index == 1 else None))
     return seen
@@ -178,7 +180,7 @@ def train_both(
     size: int, between: str = "", *, slots: int = 3, dtype: torch.dtype = FP32, **how: Any
 ) -> None:
     """The plain twin in fp32, else the one with ``offload="state"``."""
-    overlap = how.pop("overlap", None)
+    overlap, stay_bytes = how.pop("overlap", None), how.pop("stay_bytes", 0)
     with mock.patch.object(weights_module, "SLOTS", slots):
         plain, mine = (build(size, dtype=dtype, **how) for _ in range(2))
         reference: Any = adamw(plain)
@@ -186,9 +188,8 @@ def train_both(
             reference = wrap(plain, offload="state", overlap=overlap)
         optimizer = wrap(mine, overlap=overlap)
         check(all(away(mine)) and away(mine), f"away: {away(mine)}")
-        expected, found = (
-            train(*made, between) for made in ((plain, reference), (mine, optimizer))
-        )
+        expected = train(plain, reference, between)
+        found = train(mine, optimizer, between, stay_bytes)
         check(found == expected, f"losses {found} are not {expected}")
         check(all(away(mine)), "still away")
         compare(mine, plain, "weights")
@@ -199,17 +200,23 @@ def train_both(
 
 
 @pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("freezes", [False, True])
 @pytest.mark.parametrize("between", list(BETWEEN))
-def test_training_has_the_same_bits(ranks: Ranks, size: int, between: str) -> None:
-    ranks(size).run(train_both, size, between)
+def test_training_has_the_same_bits(ranks: Ranks, between: str, freezes: bool, size: int) -> None:
+    ranks(size).run(train_both, size, between, freezes=freezes)
 
 
 CASES: dict[str, dict[str, Any]] = {
     "one slot": {"slots": 1, "between": "twice"},
     "five slots": {"slots": 5},
     "bf16": {"dtype": BF16},
+    "bf16 backward": {"dtype": BF16, "overlap": "backward", "between": "evaluation"},
+    "fp16": {"dtype": torch.float16},
     "backward": {"overlap": "backward"},
-    "step": {"overlap": "step"},
+    "step": {"overlap": "step", "between": "evaluation"},
+    "buckets stay": {"stay_bytes": 40_000, "between": "evaluation"},
+    "buckets stay, backward": {"stay_bytes": 40_000, "overlap": "backward"},
+    "buckets stay, bf16": {"stay_bytes": 40_000, "dtype": BF16, "overlap": "step"},
     "checkpoint inside": {"recomputes": "inside"},
     "checkpoint outside": {"recomputes": "outside"},
     "several blocks": {"together": 2},
@@ -233,47 +240,74 @@ def test_training_on_four_ranks_has_the_same_bits(ranks: Ranks, how: dict[str, A
 # --------------------------------------------------------------------------- fetching ahead
 
 
-def count_fetches() -> None:
-    """After an iteration that shows the order, each gather finds its group in a slot."""
-    model = build(dist.get_world_size())
+def count_fetches(freezes: bool) -> None:
+    """After an iteration that shows the order, each gather finds its group in a slot, and each
+    group is fetched once per gather at most."""
+    model = build(dist.get_world_size(), freezes=freezes)
     optimizer = wrap(model, overlap="step")
     held: Any = optimizer._updates.weights
     for index in range(4):
-        late = []
+        late, gathers, fetched = [], list[int](), list[int]()
 
-        def fetch(original: Any, which: int, wanted: Any, late: list[int] = late) -> Any:
+        def fetch(original: Any, late: Any, fetched: list[int], which: int, wanted: Any) -> Any:
+            fetched.append(which)
             if not wanted:
                 late.append(which)
             return original(which, wanted)
 
-        with mock.patch.object(held, "_fetch", functools.partial(fetch, held._fetch)):
+        def lend(original: Any, gathers: list[int], which: int, stream: Any) -> Any:
+            gathers.append(which)
+            return original(which, stream)
+
+        with (
+            mock.patch.object(held, "_fetch", functools.partial(fetch, held._fetch, late, fetched)),
+            mock.patch.object(held, "lending", functools.partial(lend, held.lending, gathers)),
+        ):
             step(model, optimizer, 0)
         check(index < 2 or not late, f"fetched late in iteration {index}: {late}")
+        check(index < 2 or len(fetched) <= len(gathers), f"{fetched} for {gathers}")
     optimizer.close()
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_weights_are_fetched_ahead(ranks: Ranks, size: int) -> None:
-    ranks(size).run(count_fetches)
+@pytest.mark.parametrize("freezes", [False, True])
+def test_weights_are_fetched_ahead(ranks: Ranks, freezes: bool, size: int) -> None:
+    ranks(size).run(count_fetches, freezes)
 
 
 # --------------------------------------------------------------------------- readers and writers
 
 
-def read(name: str) -> None:
-    """What a reader or a writer gets, and leaves, of frozen weights."""
+WAYS = {
+    "frozen": {"freezes": True},
+    "forward": {},
+    "backward": {"overlap": "backward"},
+    "step in bf16": {"overlap": "step", "dtype": BF16},
+    "forward in fp16": {"dtype": torch.float16},
+}
+"""What is built, and how it is updated."""
+
+
+def made(way: str, offload: str) -> Any:
+    """A model and an optimizer."""
+    how: dict[str, Any] = dict(WAYS[way])
+    options = {"overlap": how.pop("overlap", None), "offload": offload}
+    model = build(dist.get_world_size(), **how)
+    return model, wrap(model, **options)
+
+
+def read(name: str, way: str) -> None:
+    """What a reader or a writer gets, and leaves, of weights."""
     reader = READERS[name]
     found = []
     for offload in ("state", "all"):
-        model = build(dist.get_world_size())
-        optimizer = wrap(model, offload=offload)
+        model, optimizer = made(way, offload)
         step(model, optimizer, 0)
-        chosen = [p for p in frozen(model) if len(p) > 1]
-        if name == "autograd":
-            chosen[0].requires_grad_(True)
+        chosen = [p for p in sharded(model) if len(p) > 1]
+        is_trained = chosen[0].requires_grad
+        chosen[0].requires_grad_(is_trained or name == "autograd")
         seen = as_parts(reader(chosen))
-        if name == "autograd":
-            chosen[0].requires_grad_(False)
+        chosen[0].requires_grad_(is_trained)
         seen += [step(model, optimizer, 1), *(models.local(p).clone() for p in chosen)]
         if offload == "all":
             check(all(away(model)), f"{name}: away again")
@@ -283,9 +317,19 @@ def read(name: str) -> None:
     check(not wrong, f"{name}: {wrong} of {len(found[0])}")
 
 
-@pytest.mark.parametrize("name", list(READERS))
-def test_every_reader_gets_values_and_every_writer_is_heard(ranks: Ranks, name: str) -> None:
-    ranks(2).run(read, name)
+IN_FP32 = ("numpy", "collectives", "convert")
+"""What has no bf16, or is of fp32 itself."""
+
+
+def ways(names: Any) -> list[tuple[str, str]]:
+    return [(n, w) for n in names for w in WAYS if n not in IN_FP32 or "dtype" not in WAYS[w]]
+
+
+@pytest.mark.parametrize(("name", "way"), ways(READERS))
+def test_every_reader_gets_values_and_every_writer_is_heard(
+    ranks: Ranks, name: str, way: str
+) -> None:
+    ranks(2).run(read, name, way)
 
 
 # --------------------------------------------------------------------------- state dicts and loads
@@ -317,7 +361,7 @@ def load_assigned(model: Any, folder: str) -> Any:
 def write_then_assign(model: Any, folder: str) -> Any:
     """What was written before is not the weight any more."""
     state = doubled(model)
-    for p in frozen(model):
+    for p in sharded(model):
         p.mul_(7.0)
     model.load_state_dict(state, assign=True)
 
@@ -342,7 +386,7 @@ def convert(model: Any, folder: str) -> Any:
 @torch.no_grad()
 def initialise(model: Any, folder: str) -> Any:
     torch.manual_seed(dist.get_rank())
-    for p in frozen(model):
+    for p in sharded(model):
         nn.init.normal_(p.to_local())
         p.data.mul_(0.5)
 
@@ -350,7 +394,7 @@ def initialise(model: Any, folder: str) -> Any:
 @torch.no_grad()
 def hold_a_view(model: Any, folder: str) -> Any:
     """Written before and after the next gather."""
-    model.held = [p.to_local()[0:1] for p in frozen(model)]
+    model.held = [p.to_local()[0:1] for p in sharded(model)]
     for each in model.held:
         each.fill_(0.25)
 
@@ -372,12 +416,11 @@ CHANGES: dict[str, Callable[[Any, str], Any]] = {
 }
 
 
-def change(name: str, folder: str, early: bool) -> None:
+def change(name: str, folder: str, early: bool, way: str) -> None:
     """Between two steps, or (``early``) before FSDP2 has seen its first forward."""
     found: list[Any] = []
     for offload in ("state", "all"):
-        model = build(dist.get_world_size())
-        optimizer = wrap(model, offload=offload)
+        model, optimizer = made(way, offload)
         seen: list[Any] = [] if early else [step(model, optimizer, 0)]
         result = CHANGES[name](model, f"{folder}/{offload}")
         seen += as_parts(list(result.values())) if isinstance(result, dict) else []
@@ -389,17 +432,19 @@ def change(name: str, folder: str, early: bool) -> None:
             seen.append(step(model, optimizer, 2))
         if offload == "all":
             check(all(away(model)), f"{name}: away")
-        seen += [models.local(p).clone() for p in frozen(model)]
+        seen += [models.local(p).clone() for p in sharded(model)]
         optimizer.close()
-        found.append(seen + [models.local(p).clone() for p in frozen(model)])
+        found.append(seen + [models.local(p).clone() for p in sharded(model)])
     wrong = [i for i, pair in enumerate(zip(*found, strict=True)) if not same_parts(*pair)]
     check(not wrong, f"{name}: {wrong} of {len(found[0])}")
 
 
 @pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("name", list(CHANGES))
-def test_state_dicts_and_loads(ranks: Ranks, name: str, early: bool, tmp_path: Path) -> None:
-    ranks(2).run(change, name, str(tmp_path), early)
+@pytest.mark.parametrize(("name", "way"), ways(CHANGES))
+def test_state_dicts_and_loads(
+    ranks: Ranks, name: str, way: str, early: bool, tmp_path: Path
+) -> None:
+    ranks(2).run(change, name, str(tmp_path), early, way)
 
 
 @torch.no_grad()
@@ -412,7 +457,7 @@ def load_below_a_view(folder: str) -> None:
         with torch.enable_grad():
             step(model, optimizer, 0)
         checkpoint.save(f"{folder}/{offload}", model, optimizer)
-        views = [p.to_local()[0:1] for p in frozen(model)]
+        views = [p.to_local()[0:1] for p in sharded(model)]
         for each in views:
             each.fill_(7.0)
         checkpoint.load(f"{folder}/{offload}", model, optimizer)
@@ -485,7 +530,7 @@ def unfreeze() -> None:
     """A weight that is trained from now on comes back, also to an optimizer of other weights."""
     found = []
     for offload in ("state", "all"):
-        model = build(dist.get_world_size())
+        model = build(dist.get_world_size(), freezes=True)
         first, second = model.blocks[0].up.weight, model.blocks[2].up.weight
         optimizer = wrap(model, offload=offload)
         step(model, optimizer, 0)
@@ -502,7 +547,7 @@ def unfreeze() -> None:
             optimizer.step()
             optimizer.zero_grad()
         if offload == "all":
-            check(all(away(model)) and away(model), "the others stay away")
+            check(away(model).count(False) == 2, "the others stay away")
         other.close()
         optimizer.close()
         found.append(seen + [models.local(p).clone() for p in model.parameters()])
@@ -521,9 +566,11 @@ def delete(by: str) -> None:
         check(evaluate(model, 0) == evaluate(reference, 0), "without an optimizer")
         compare(model, reference, "without an optimizer")
         model.zero_grad()
-        optimizer = wrap(model)  # a later one finds nothing that could leave
+        optimizer = wrap(model)  # what a later one trains comes back, and leaves no more
+        trained = [p.requires_grad for p in sharded(model)]
+        check([not each for each in away(model)] == trained, f"{away(model)} of {trained}")
+        compare(model, reference, "with another optimizer")
         optimizer.close()
-        check(all(away(model)), "still there")
     else:
         optimizer.close()
         check(weights_held() == 0, "given back")
@@ -541,11 +588,13 @@ def refuse() -> None:
     check('"state" or "all"' in message, message)
     before = list(whole(model).values())
     optimizer = wrap(model, offload="state")
-    enough = optimizer.statistics().host_arena_bytes * dist.get_world_size() + 100
+    enough = optimizer.statistics().host_arena_bytes + 100
     optimizer.close()
-    message = raised(HostMemoryError, lambda: wrap(model, host_memory=f"{enough}B"))
-    check("weights" in message, message)
-    check(not any(away(model)) and same_parts(list(whole(model).values()), before), "as before")
+    for n_bytes, what in ((enough, "state of AdamW"), (9000, "weights")):
+        message = raised(HostMemoryError, lambda n=n_bytes: wrap(model, host_memory=f"{n}B"))
+        check(what in message, f"{n_bytes} {message}")
+        is_same = same_parts(list(whole(model).values()), before)
+        check(not any(away(model)) and is_same, "as before")
     wrap(model).close()
 
 
@@ -579,7 +628,7 @@ def fork() -> None:
     pid = os.fork()
     if not pid:
         try:
-            frozen(model)[0].norm()
+            sharded(model)[0].norm()
         except ClosedError:
             os._exit(7)
         finally:
@@ -607,7 +656,7 @@ def hold_no_copies() -> None:
     model = build(dist.get_world_size())
     optimizer = wrap(model)
     step(model, optimizer, 0)
-    for p in frozen(model):
+    for p in sharded(model):
         p.detach().norm()
         (p * 2).sum().item()
         p.to_local().clone()
@@ -625,7 +674,7 @@ def copy_parameters() -> None:
     model = build(dist.get_world_size())
     reference = build(dist.get_world_size())
     optimizer = wrap(model)
-    for mine, theirs in zip(frozen(model), frozen(reference), strict=True):
+    for mine, theirs in zip(sharded(model), sharded(reference), strict=True):
         check_same(copy.deepcopy(mine), theirs, "deepcopy")
         check(type(copy.deepcopy(mine)._local_tensor) is Tensor, "a tensor of its own")
         check(mine.device == theirs.device and isinstance(mine, DTensor), "its looks")

@@ -2,27 +2,35 @@
 
 The shards are those of a real FSDP2 model; the gathers are played, on a stream that lags or leads.
 In "reads" the caller's stream keeps up with the host, as torch operations do that are not launched.
+
+Trained weights: the whole optimizer, beside a forward and a backward that are played. Updates read
+and write host memory, gathers read it.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+from fsdp_offload import HybridDeviceOptimizer
+from fsdp_offload.core import dtensor
 from fsdp_offload.core.backend import Backend
 from fsdp_offload.core.config import OffloadConfig
 from fsdp_offload.core.devices import CpuBackend
 from fsdp_offload.core.fsdp import find_groups
 from fsdp_offload.optimizer.weights import Weights
+from fsdp_offload.plan import residency
 from tests.fsdp import models
 from tests.fsdp.models import Ranks
-from tests.helpers.fake_fsdp import copy
+from tests.helpers.fake_fsdp import add, copy, write_gradient
 from tests.helpers.removed_waits import CPU, NOTHING, Removal, Simulator, Skip
-from tests.helpers.simulator import ADVERSARIES
+from tests.helpers.simulator import ADVERSARIES, use_backend
 
 FORWARD, BACKWARD = (0, 1, 2, 3, 4), (4, 3, 2, 1, 0)
 ORDERS = {"gathers": (FORWARD, BACKWARD, FORWARD, (4, 2, 0)), "reads": (FORWARD, BACKWARD)}
@@ -118,3 +126,153 @@ def test_every_pair_of_streams_has_a_wait_that_nothing_implies(ranks: Ranks) -> 
     store = ("weights:out", "current")
     fetch = [("gather", "weights:in"), ("weights:in", "current"), ("weights:in", "gather")]
     assert ranks(1).run(pairs, "gathers") == [[*fetch, store]]
+
+
+# --------------------------------------------------------------------------- trained weights
+
+STAYS = 14_000
+"""Bytes for slots and some of the buckets."""
+TRAINED = {
+    f"{overlap}-{str(dtype).removeprefix('torch.')}-{memory}": (overlap, dtype, memory)
+    for overlap, dtype, memory in (
+        ("step", torch.float32, 0),
+        ("forward", torch.float32, 0),
+        ("backward", torch.bfloat16, STAYS),
+    )
+}
+
+
+class Trained:
+    """A model, its optimizer, and an FSDP2 of several ranks that is played."""
+
+    def __init__(self, scene: str, backend: Backend, offload: str) -> None:
+        overlap, dtype, memory = TRAINED[scene]
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(*(nn.Linear(12 + i, 25, dtype=dtype) for i in range(4)))
+        for layer in model:
+            fully_shard(layer, mesh=models.flat_mesh(1))
+        self.model, self.groups = model, find_groups([model])
+        self.current = backend.current_stream()
+        self.gather, self.reduce = backend.stream("gather"), backend.stream("reduce")
+        for group in self.groups:
+            for shard in group.shards:
+                self.current.launch(double, shard.padded)
+        inner = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+        self.optimizer = HybridDeviceOptimizer(
+            inner, model, offload=offload, overlap=overlap, device_memory=0,
+            transfer=models.TRANSFER,
+        )  # fmt: skip
+        self.updates = self.optimizer._updates
+        ring = self.updates.reserved.engine.ring
+        if memory:
+            ring.fit(memory, 0)
+
+    def gathered(self, index: int) -> list[Tensor]:
+        """What a gather reads, on the compute stream."""
+        if (watcher := self.updates.overlap) is not None:
+            watcher.before_gather(index, self.gather)
+        weights = self.updates.weights
+        shards, found = self.groups[index].shards, []
+        with weights.lending(index, self.gather) if weights else contextlib.nullcontext():
+            for shard in shards:
+                found.append(torch.zeros_like(shard.padded))
+                self.gather.launch(copy, found[-1], shard.padded)
+        self.current.wait(self.gather.record())
+        if watcher is not None:
+            watcher.after_gather(index)
+        return found
+
+    @torch.no_grad()
+    def iterate(self, step: int) -> None:
+        self.gather.wait(self.current.record())
+        order = range(len(self.groups))
+        used = [self.gathered(index) for index in order]
+        for index in reversed(order):
+            for mine, again in zip(used[index], self.gathered(index), strict=True):
+                self.current.launch(add, mine, again)
+            self.reduce.wait(self.current.record())
+            for shard, mine in zip(self.groups[index].shards, used[index], strict=True):
+                gradient = torch.zeros_like(mine)
+                self.reduce.launch(write_gradient, gradient, mine, step)
+                parameter = shard.parameter
+                shape = dtensor.with_history(parameter).shape
+                parameter.grad = dtensor.like(parameter, gradient.view(shape))
+            if (watcher := self.updates.overlap) is not None:
+                watcher.after_reduce(index, self.reduce.record(), self.reduce)
+        self.current.wait(self.reduce.record())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def result(self) -> list[Tensor]:
+        self.gather.wait(self.current.record())
+        found = [each for index in range(len(self.groups)) for each in self.gathered(index)]
+        self.current.synchronize()
+        found = [each.clone() for each in found]
+        for entry in self.optimizer.state.values():
+            found += [models.local(value).clone() for value in entry.values()]
+        self.optimizer.close()
+        for shard in (shard for group in self.groups for shard in group.shards):
+            found.append(torch.zeros_like(shard.padded))
+            self.current.launch(copy, found[-1], shard.padded)
+        self.current.synchronize()
+        return found
+
+
+@torch.no_grad()
+def double(tensor: Tensor) -> None:
+    tensor.mul_(2)
+
+
+def train(scene: str, backend: Backend, offload: str = "all") -> list[Tensor]:
+    with mock.patch.object(residency, "LEAST_SLOTS", 2):
+        job = Trained(scene, backend, offload)
+    ring = job.updates.reserved.engine.ring
+    assert bool(ring.staying) == (TRAINED[scene][2] > 0), ring.sizes
+    travelling = len(ring.sizes) - len(ring.staying)
+    # Else a slot would be that of one bucket alone, whose bytes need not come again.
+    assert offload == "state" or travelling % 2 == 0, (ring.sizes, ring.staying.keys())
+    for step in range(2):
+        job.iterate(step)
+    return job.result()
+
+
+def simulate(scene: str, policy: str, skip: Skip = NOTHING) -> tuple[list[Tensor], Simulator]:
+    with Simulator(policy, skip) as simulator:
+        return train(scene, simulator), simulator
+
+
+def expect_trained(scene: str) -> list[Tensor]:
+    with use_backend(CpuBackend(CPU)):
+        return train(scene, CpuBackend(CPU), "state")
+
+
+OF_FSDP2 = {("gather", "current"), ("current", "gather"), ("reduce", "current"),
+            ("current", "reduce")}  # fmt: skip
+UPDATES = Removal(simulate, expect_trained, lambda pair: pair not in OF_FSDP2)
+
+
+def complete_trained(scene: str) -> None:
+    UPDATES.check(scene, ADVERSARIES[::3])
+
+
+def unnoticed_trained(scene: str) -> list[str]:
+    return UPDATES.unnoticed(scene)
+
+
+def pairs_trained(scene: str) -> list[tuple[str, str]]:
+    simulator, needed, _ = UPDATES.complete(scene)
+    return sorted({simulator.wait_log[i] for i in needed})
+
+
+@pytest.mark.parametrize("scene", list(TRAINED))
+def test_complete_waits_give_right_trained_weights(ranks: Ranks, scene: str) -> None:
+    ranks(1).run(complete_trained, scene)
+
+
+@pytest.mark.parametrize("scene", list(TRAINED))
+def test_removing_any_single_wait_of_an_update_is_noticed(ranks: Ranks, scene: str) -> None:
+    assert ranks(1).run(unnoticed_trained, scene) == [[]]
+
+
+def test_gathers_wait_for_stores(ranks: Ranks) -> None:
+    assert ("weights:in", "state:out") in ranks(1).run(pairs_trained, "forward-float32-0")[0]
