@@ -22,11 +22,16 @@ STAMP_DOCS := $(VENV_DOCS)/.up-to-date
 EXTRA_DOCS := import tomllib; \
 	print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")
 
+# The trainers bring 43 packages, none of which the other tests need.
+VENV_TRAINERS  ?= .venv-trainers
+BIN_TRAINERS   := $(abspath $(VENV_TRAINERS))/bin
+STAMP_TRAINERS := $(VENV_TRAINERS)/.up-to-date
+
 # Wheel and source distribution are installed here, one after the other.
 VENV_DIST ?= .venv-dist
 BIN_DIST  := $(abspath $(VENV_DIST))/bin
 
-.PHONY: help venv demo lint test test-long test-gpu docs dist clean
+.PHONY: help venv demo lint test test-long test-trainers test-gpu docs dist clean
 
 help:
 	@echo "make venv       create or update $(VENV)"
@@ -34,6 +39,7 @@ help:
 	@echo "make lint       ruff, mypy, import floors"
 	@echo "make test       lint, then tiers T0-T3 (no GPU needed)"
 	@echo "make test-long  the same tiers with the tests marked 'long'"
+	@echo "make test-trainers  docs/trainers.md with Accelerate, transformers, TRL, PEFT, Lightning"
 	@echo "make test-gpu   tier T4 with this machine's own python3 and torch"
 	@echo "make docs       build the documentation site into site/"
 	@echo "make dist       build wheel and sdist into dist/, install and try both"
@@ -63,6 +69,16 @@ test: lint
 test-long: lint
 	$(BIN)/python -m pytest $(SPREAD) -m "(long or not long) and $(NO_GPU)"
 
+test-trainers: $(STAMP_TRAINERS)
+	$(BIN_TRAINERS)/python -m pytest $(SPREAD) tests/packages
+
+$(STAMP_TRAINERS): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV_TRAINERS)
+	$(BIN_TRAINERS)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN_TRAINERS)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e '.[trainers]' hypothesis numpy pytest pytest-xdist
+	touch $@
+
 test-gpu:
 	@$(ON_GPU) -m "gpu and alone" || failed=1; \
 	OMP_NUM_THREADS=1 $(ON_GPU) -n auto --dist worksteal -m "gpu and not alone" || failed=1; \
@@ -87,4 +103,4 @@ dist:
 
 clean:
 	rm -rf build dist site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info
-	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(VENV_DOCS)/*' -not -path './$(VENV_DIST)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(VENV_DOCS)/*' -not -path './$(VENV_TRAINERS)/*' -not -path './$(VENV_DIST)/*' -prune -exec rm -rf {} +

@@ -15,16 +15,13 @@ the reader (see ``docs/internals/overlap.md``).
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
 from .errors import DeviceError
-
-POLL_SECONDS: Final = 1.0
-"""How often a thread that waits for another one looks whether that is still alive."""
 
 TURN_BYTES: Final = 32 << 20
 """Of a bulk copy; see core/devices.py."""
@@ -43,33 +40,14 @@ class Event(Protocol):
 
 
 class PendingEvent:
-    """An event that another thread is going to record; streams and the host may wait for it.
+    """An event that a thread is going to record; streams and the host may wait for it.
 
     Args:
-        advance: called before each blocking wait, and once in a while during it. It may do what
-            is left to do on this thread, and raises if the thread that records is gone.
+        future: of the call that records and returns it.
     """
 
-    def __init__(self, advance: Callable[[PendingEvent], None]) -> None:
-        self._advance = advance
-        self._ended = threading.Event()
-        self._event: Event | None = None
-        self._error: BaseException | None = None
-
-    def complete(self, event: Event) -> None:
-        """It has been recorded."""
-        self._event = event
-        self._end()
-
-    def fail(self, error: BaseException) -> None:
-        """It never will be: code that waits gets ``error``."""
-        if not self._ended.is_set():
-            self._error = error
-            self._end()
-
-    def _end(self) -> None:
-        self._advance = _nothing  # it may refer to what keeps this event
-        self._ended.set()
+    def __init__(self, future: Future[Event]) -> None:
+        self._future = future
 
     def recorded(self) -> Event:
         """The event itself: blocks the calling thread until it has been recorded.
@@ -77,25 +55,17 @@ class PendingEvent:
         Raises:
             BaseException: what kept the other thread from recording it.
         """
-        while not self._ended.is_set():
-            self._advance(self)
-            self._ended.wait(timeout=POLL_SECONDS)
-        if self._event is None:
-            assert self._error is not None
-            raise self._error
-        return self._event
+        return self._future.result()
 
     def query(self) -> bool:
         """See :class:`Event`. True after a failure, too: there is nothing to wait for."""
-        return self._ended.is_set() and (self._event is None or self._event.query())
+        if not self._future.done():
+            return False
+        return self._future.exception() is not None or self._future.result().query()
 
     def synchronize(self) -> None:
         """See :class:`Event`; raises as :meth:`recorded` does."""
         self.recorded().synchronize()
-
-
-def _nothing(event: PendingEvent) -> None:
-    """There is nothing left to do."""
 
 
 class TimedEvent(Event, Protocol):
@@ -204,8 +174,6 @@ class Backend(Protocol):
     device: torch.device
     can_pin: bool
     """Whether host memory can be registered with this device's driver."""
-    has_threads: bool
-    """Whether the host lane runs on a thread of its own (the simulator runs it inline)."""
 
     def stream(self, name: str) -> Stream:
         """A new stream; ``name`` is for traces and the simulator."""
@@ -231,9 +199,8 @@ class Backend(Protocol):
         """An event that another library recorded, such as ``torch.cuda.Event``."""
         ...
 
-    def enter_thread(self) -> None:
-        """Make this device the calling thread's own: a new thread starts with device 0, and work
-        there would cost that device's memory for a context."""
+    def executor(self, name: str, set_up: Callable[[], None]) -> Executor:
+        """One thread of that name, which first calls ``set_up``."""
         ...
 
     def allocate(self, n_bytes: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -160,8 +161,6 @@ class _TakingTurns(_AcceleratorStream):
 class AcceleratorBackend:
     """Streams and events of ``torch.cuda`` (or another device module with the same surface)."""
 
-    has_threads = True
-
     def __init__(self, device: torch.device) -> None:
         if device.type == "meta":
             raise DeviceError(
@@ -208,8 +207,8 @@ class AcceleratorBackend:
         with torch.cuda.device(self.device.index):
             return torch.cuda.is_current_stream_capturing()
 
-    def enter_thread(self) -> None:
-        self._module.set_device(self.device)
+    def executor(self, name: str, set_up: Callable[[], None]) -> Executor:
+        return ThreadPoolExecutor(1, name, set_up)
 
     def allocate(self, n_bytes: int) -> torch.Tensor:
         return torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
@@ -296,7 +295,6 @@ class CpuBackend:
     """CPU tensors as the "device": every launch runs at once, on the calling thread."""
 
     can_pin = False
-    has_threads = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cpu")
@@ -319,8 +317,8 @@ class CpuBackend:
     def adopt_event(self, raw: Any) -> Event:
         return _CpuStream._done
 
-    def enter_thread(self) -> None:
-        return None
+    def executor(self, name: str, set_up: Callable[[], None]) -> Executor:
+        return ThreadPoolExecutor(1, name, set_up)
 
     def allocate(self, n_bytes: int) -> torch.Tensor:
         return torch.empty(n_bytes, dtype=torch.uint8)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.backend import Backend, Event, Stream
-from ..core.config import OffloadConfig, align
+from ..core.config import OffloadConfig
 from ..core.errors import DeviceMemoryError
 from ..core.storage import span
 from ..link import HostPool, HostRange
@@ -23,7 +23,7 @@ from ..update.one_kernel import StepPowers
 from ..update.params import MasterForm, ParamState, Snapshot, Work
 from ..update.schema import make_shadow, raw_step
 from ..update.state import fill_initial, write_master
-from .host import HostBucket, HostLane, HostSizes, thread_count
+from .host import HostBucket, HostLane, host_buckets, thread_count
 from .ring import Ring, RingBucket, device_bytes_of
 
 States = dict[Tensor, dict[str, Any]]
@@ -156,13 +156,15 @@ class Engine:
         away = [group for group in groups if group.first.lane != "resident"]
         on_host = [group for group in groups if group.first.lane == "host"]
         state_bytes = max((group.layout.arena_stop for group in away), default=0)
-        sizes = HostSizes.of([(group.layout, group.first) for group in on_host])
-        # State, and behind it what the host lane works in.
-        host_start = align(state_bytes, 256) if on_host else state_bytes
         with contextlib.ExitStack() as undo:
-            arena = self._pool.take(host_start + sizes.total)
-            self._arenas.append(arena)
-            undo.callback(self._give, arena)
+
+            def take(n_bytes: int) -> HostRange:
+                arena = self._pool.take(n_bytes)
+                self._arenas.append(arena)
+                undo.callback(self._give, arena)
+                return arena
+
+            arena = take(state_bytes)
             undo.callback(_clear, added)
             self._make_tensors(groups, arena)
             before = len(self.ring.buckets)
@@ -172,8 +174,8 @@ class Engine:
                 if self.host is None:
                     self.host = HostLane(self.backend, thread_count(self.config), self.ring.overlap)
                 undo.callback(self.host.drop_from, len(self.host.buckets))
-                buckets = _host_buckets(optimizer, params, on_host, sizes, arena, host_start)
-                self.host.append(buckets)
+                layouts = [group.layout for group in on_host]
+                self.host.append(host_buckets(optimizer, params, layouts, arena, take))
             yield
             self._keep_scratch(scratch, self.ring.buckets[before:])
             undo.pop_all()
@@ -363,26 +365,6 @@ class Engine:
         self.ring.close()
         self.host, self._natives, self._scratches, self._params = None, [], [], []
         self._without_scratch, self._gates, self.payload_bytes = [], [], 0
-
-
-def _host_buckets(
-    optimizer: Optimizer,
-    params: list[ParamState],
-    dtype_groups: list[DtypeGroup],
-    sizes: HostSizes,
-    arena: HostRange,
-    start: int,  # of what the lane works in, in the arena
-) -> list[HostBucket]:
-    slots = [
-        arena.tensor(start + i * sizes.slot, sizes.slot, torch.uint8) for i in range(sizes.slots)
-    ]
-    memory = arena.tensor(start + sizes.slots * sizes.slot, sizes.scratch, torch.uint8)
-    scratch = Scratch(memory, StepPowers(0, memory.device))
-    buckets = [bucket for group in dtype_groups for bucket in group.layout.buckets]
-    return [
-        HostBucket(optimizer, bucket, params, arena, slots[i % len(slots)], scratch)
-        for i, bucket in enumerate(buckets)
-    ]
 
 
 def _clear(params: Sequence[ParamState]) -> None:

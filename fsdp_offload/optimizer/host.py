@@ -9,19 +9,18 @@ page-locked memory, and its new weights go back, in the order in which buckets a
 
 The weight itself comes to the host each time, so a weight that other code wrote counts there as it
 does on the device. One thread does everything below :meth:`HostLane.offer`, which never blocks; its
-kernels use ``host_threads`` cores. Without threads (the stream simulator), code that waits for
-``written`` does it.
+kernels use ``host_threads`` cores.
 
-An exception there fails every bucket that has not returned, and those offered later: code that
-waits for one of them, or drains the lane, gets a LaneError that it is the cause of. It stays until
-:meth:`HostLane.abort`, because some weights may be one step ahead of others by then.
+An exception there fails its bucket and all that follow: code that waits for one of them, or drains
+the lane, gets a LaneError that it is the cause of. It stays until :meth:`HostLane.abort`, because
+some weights may be one step ahead of others by then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-import queue
 import threading
 import weakref
 from collections import deque
@@ -43,6 +42,7 @@ from ..core.storage import span
 from ..link import Block, HostRange, Link, Residence, local_ranks
 from ..plan import Bucket, Layout
 from ..update.bucket import BucketUpdate, Scratch
+from ..update.one_kernel import StepPowers
 from ..update.params import REMAINDER_KIND, MasterForm, ParamState, Work
 from .ring import state_of
 
@@ -50,30 +50,6 @@ HOST_SLOTS = 4
 """At most: one arrives, one is updated, one leaves, and one more for a bucket out of turn."""
 GRADIENT_BYTES: Final = 4
 """Per element of a gradient, at least: fp32 gradients of bf16 weights are possible."""
-JOIN_SECONDS: Final = 10.0
-
-
-@dataclass(frozen=True)
-class HostSizes:
-    """Bytes of host memory that the lane works in, behind the state."""
-
-    slot: int
-    slots: int
-    scratch: int
-
-    @classmethod
-    def of(cls, groups: Sequence[tuple[Layout, ParamState]]) -> HostSizes:
-        """For buckets of these layouts, each with a representative of its parameters."""
-        return cls(
-            max((_slot_bytes(x.scratch_numel, param) for x, param in groups), default=0),
-            min(HOST_SLOTS, sum(len(x.buckets) for x, _ in groups)),
-            max((Scratch.bytes_of(param, x.scratch_numel) for x, param in groups), default=0),
-        )
-
-    @property
-    def total(self) -> int:
-        """Of all slots and the scratch memory."""
-        return self.slot * self.slots + self.scratch
 
 
 def _bytes(flat: Tensor) -> Tensor:
@@ -84,11 +60,6 @@ def _bytes(flat: Tensor) -> Tensor:
 def _gradient_bytes(param: ParamState) -> int:
     """Of one element, at most."""
     return max(GRADIENT_BYTES, param.compute_dtype.itemsize)
-
-
-def _slot_bytes(numel: int, param: ParamState) -> int:
-    """For the shards, then the gradients, of ``numel`` elements."""
-    return _shard_bytes(numel, param) + align(numel * _gradient_bytes(param), 256)
 
 
 def _shard_bytes(numel: int, param: ParamState) -> int:
@@ -176,6 +147,40 @@ class HostBucket:
         self.update.run(received, work.snapshot)
 
 
+def host_buckets(
+    optimizer: Optimizer,
+    params: list[ParamState],
+    layouts: Sequence[Layout],
+    arena: HostRange,
+    take: Callable[[int], HostRange],
+) -> list[HostBucket]:
+    """All buckets of these layouts, whose state is in ``arena``.
+
+    Args:
+        optimizer: the wrapped optimizer.
+        params: all parameters; slices name them by index.
+        layouts: each of parameters that share every dtype.
+        arena: with the state.
+        take: gives memory for slots (shards, then gradients of a bucket) and scratch.
+    """
+    slot_bytes = scratch_bytes = 0
+    for layout in layouts:
+        param, numel = params[layout.buckets[0].slices[0].spec.index], layout.scratch_numel
+        n_bytes = _shard_bytes(numel, param) + align(numel * _gradient_bytes(param), 256)
+        slot_bytes = max(slot_bytes, n_bytes)
+        scratch_bytes = max(scratch_bytes, Scratch.bytes_of(param, numel))
+    buckets = [bucket for layout in layouts for bucket in layout.buckets]
+    count = min(HOST_SLOTS, len(buckets))
+    memory = take(count * slot_bytes + scratch_bytes)
+    slots = [memory.tensor(i * slot_bytes, slot_bytes, torch.uint8) for i in range(count)]
+    behind = memory.tensor(count * slot_bytes, scratch_bytes, torch.uint8)
+    scratch = Scratch(behind, StepPowers(0, behind.device))
+    return [
+        HostBucket(optimizer, bucket, params, arena, slots[i % count], scratch)
+        for i, bucket in enumerate(buckets)
+    ]
+
+
 @dataclass(eq=False)
 class _Visit:
     """A bucket on its way through the lane."""
@@ -184,9 +189,8 @@ class _Visit:
     gradients: list[Tensor | None]
     work: Work
     ready: list[Event]  # the gradients may be read after these
-    written: PendingEvent
     received: list[Tensor | None]
-    stored: Event | None = None
+    stored: Event | None = None  # it is in its slot
 
 
 class HostLane:
@@ -204,7 +208,9 @@ class HostLane:
         self.last: PendingEvent | None = None
         """After it, all that was offered is written."""
         self.moved_bytes = self.fetched_bytes = 0  # to the host and back, in the last iteration
-        self._thread = HostThread(backend, threads) if backend.has_threads else None
+        set_up = functools.partial(_set_up, backend.device, threads, torch.get_num_threads())
+        self._thread = backend.executor("fsdp_offload-host", set_up)
+        self._thread.submit(int).result()  # it has set its number of kernel threads
         self._offered: deque[_Visit] = deque()
         self._sent: deque[_Visit] = deque()  # on their way to the host, or there
         self._free: dict[Tensor, Event] = {}  # by slot: when the last one has left it
@@ -242,22 +248,13 @@ class HostLane:
             gradients, bucket.written = work.of(bucket.bucket.slices), None
             if all(gradient is None for gradient in gradients):
                 continue
-            bucket.written = self.last = PendingEvent(self._advance)
             events = [event for event in ready if event is not None]
-            visit = _Visit(bucket, gradients, work, events, bucket.written, [])
+            visit = _Visit(bucket, gradients, work, events, [])
             self._offered.append(visit)
-            if self._thread is not None:
-                self._thread.submit(self._work_off)
+            bucket.written = self.last = PendingEvent(self._thread.submit(self._run, visit))
             back = bucket.incoming(gradients).n_bytes
             self.fetched_bytes += back
             self.moved_bytes += back + sum(g.nbytes for g in gradients if g is not None)
-
-    def _advance(self, written: PendingEvent) -> None:
-        """Somebody waits for it: see :class:`PendingEvent`."""
-        if self._thread is None:
-            self._work_off()
-        else:
-            self._thread.check()
 
     def synchronize(self) -> None:
         """Block until all shards are written and no copy is under way, even after a failure.
@@ -270,8 +267,6 @@ class HostLane:
                 self.last.recorded()
         finally:
             self.link.synchronize()
-        if self._failure is not None:
-            raise self._failure
 
     def abort(self) -> None:
         """Forget a failure and an iteration that has begun: everything is written anew.
@@ -279,29 +274,35 @@ class HostLane:
         The lane has been synchronized, or is lost.
         """
         self._failure = self._work = self.last = None
+        self._offered.clear()
+        self._sent.clear()
         for bucket in self.buckets:
             bucket.written = None
 
     def stop(self) -> None:
-        """End the thread; the lane has been synchronized, or is lost."""
-        if self._thread is not None:
-            self._thread.stop()
+        """End the thread after what it was given."""
+        with contextlib.suppress(RuntimeError):  # it is this one, which let go of the optimizer
+            self._thread.shutdown()
 
     # ------------------------------------------------------------------ on the host thread
 
-    def _work_off(self) -> None:
-        """Update all that has been offered; never raises."""
+    def _run(self, visit: _Visit) -> Event:
+        """Update the bucket that was offered next; the event after which its shards are there."""
+        if self._failure is not None:
+            raise self._failure
         try:
             with torch.no_grad():
-                while self._failure is None and (self._offered or self._sent):
-                    self._send()
-                    self._update(self._sent[0])
+                self._send()
+                return self._update(self._sent[0])
         except BaseException as error:
-            self._failure = _failed(error)
-        if self._failure is not None:
-            for visits in (self._sent, self._offered):
-                while visits:
-                    visits.popleft().written.fail(self._failure)
+            self._failure = LaneError(
+                "an update in the host lane failed",
+                reason=repr(error),
+                remedy="load a checkpoint (model, then optimizer) or build both anew",
+            )
+            raise self._failure from error
+        finally:
+            visit.gradients.clear()  # nothing of a step may outlive it here
 
     def _send(self) -> None:
         """Copy to the host what there are free slots for."""
@@ -314,93 +315,30 @@ class HostLane:
             visit.stored = self.link.store(block, after=(*visit.ready, free))
             self._sent.append(self._offered.popleft())
 
-    def _update(self, visit: _Visit) -> None:
+    def _update(self, visit: _Visit) -> Event:
         bucket = visit.bucket
         assert visit.stored is not None
         visit.stored.synchronize()
         with span("update"):
             bucket.step(visit.received, visit.work)
-        arrived = self.link.fetch(bucket.incoming(visit.gradients))
-        self._free[bucket.slot] = arrived
+        arrived = self._free[bucket.slot] = self.link.fetch(bucket.incoming(visit.gradients))
         self._sent.popleft()
-        visit.gradients.clear()  # nothing of a step may outlive it here
-        visit.written.complete(arrived)
+        return arrived
 
 
-def _failed(error: BaseException) -> LaneError:
-    made = LaneError(
-        "an update in the host lane failed",
-        reason=repr(error),
-        remedy="load a checkpoint (model, then optimizer) or build both anew",
-    )
-    made.__cause__ = error
-    return made
-
-
-# --------------------------------------------------------------------------- its thread
-
-
-class HostThread:
-    """One daemon thread near the device that runs calls in order, and keeps none of them.
-
-    Args:
-        backend: of the device, which becomes the thread's own.
-        kernel_threads: of torch's CPU kernels on it. Other threads keep their number.
-    """
-
-    def __init__(self, backend: Backend, kernel_threads: int) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        ready = threading.Event()
-        arguments = (self._calls, backend, kernel_threads, torch.get_num_threads(), ready)
-        self._thread = threading.Thread(
-            target=_serve, args=arguments, name="fsdp_offload-host", daemon=True
-        )
-        self._thread.start()
-        ready.wait()  # it has set its number of kernel threads
-
-    def submit(self, call: Callable[[], None]) -> None:
-        """Run ``call``, which must not raise, after those before it."""
-        self._calls.put(call)
-
-    def check(self) -> None:
-        """Raises LaneError if the thread is gone and will never run what was submitted."""
-        if not self._thread.is_alive():
-            raise LaneError(
-                "host lane thread",
-                reason="it ended before its work did (interpreter shutdown or a fork)",
-                remedy="build the optimizer in the process that steps it",
-            )
-
-    def stop(self) -> None:
-        """Let pending calls end, then the thread; waits at most ``JOIN_SECONDS``."""
-        self._calls.put(None)
-        if self._thread is not threading.current_thread() and self._thread.is_alive():
-            self._thread.join(JOIN_SECONDS)
-
-
-def _serve(
-    calls: queue.SimpleQueue[Callable[[], None] | None],
-    backend: Backend,
-    kernel_threads: int,
-    inherited: int,
-    ready: threading.Event,
-) -> None:
-    try:
-        backend.enter_thread()
-        with contextlib.suppress(OSError):  # a sandbox that forbids it: slower, not wrong
-            os.sched_setaffinity(0, cores_near(backend.device))  # 0: this thread, and its kernels'
-        torch.get_num_threads()  # else this thread's first kernel would take the default once more
-        torch.set_num_threads(kernel_threads)
-        # set_num_threads also becomes the default of threads that are created later. A thread
-        # that lives only for this line puts that default back and leaves this thread's own alone.
-        restore = threading.Thread(target=torch.set_num_threads, args=(inherited,))
-        restore.start()
-        restore.join()
-    finally:
-        ready.set()
-    while (call := calls.get()) is not None:
-        call()
-        del call
+def _set_up(device: torch.device, kernel_threads: int, inherited: int) -> None:
+    """Of the host thread: cores near the device, which becomes its own, and how many of them."""
+    if device.type != "cpu":  # a new thread has device 0, where work would cost a context
+        torch.get_device_module(device).set_device(device)
+    with contextlib.suppress(OSError):  # a sandbox that forbids it: slower, not wrong
+        os.sched_setaffinity(0, cores_near(device))  # 0: this thread, and its kernels'
+    torch.get_num_threads()  # else this thread's first kernel would take the default once more
+    torch.set_num_threads(kernel_threads)
+    # set_num_threads also becomes the default of threads that are created later. A thread
+    # that lives only for this line puts that default back and leaves this thread's own alone.
+    restore = threading.Thread(target=torch.set_num_threads, args=(inherited,))
+    restore.start()
+    restore.join()
 
 
 def thread_count(config: OffloadConfig) -> int:

@@ -7,7 +7,6 @@ gradients to the host, steps torch's fused AdamW there and copies weights back, 
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -160,9 +159,8 @@ def test_every_mode_has_the_bits_of_step(
 
 
 @pytest.mark.gpus(2)
-def test_threads_select_the_device() -> None:
+def test_the_thread_selects_the_device() -> None:
     """A new thread has device 0."""
-    backend = AcceleratorBackend(torch.device("cuda", 1))
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(backend.enter_thread).result()
-        assert thread.submit(torch.cuda.current_device).result() == 1
+    lane = host.HostLane(AcceleratorBackend(torch.device("cuda", 1)), 1, "step")
+    assert lane._thread.submit(torch.cuda.current_device).result() == 1
+    lane.stop()

@@ -51,9 +51,9 @@ without tensors, other objects, tensor subclasses such as ``DTensor``, and what 
 Memory that torch did not allocate (``from_numpy``, ``frombuffer``) is never poisoned.
 
 What it cannot show: races inside of one launch (between the blocks of a kernel), races between
-host threads (there is one; ``has_threads`` is False), real timing, overlap and speed, operations
-that are not launched, and host memory that is freed while a copy uses it (all memory is treated as
-the device's). A program passes when no policy that was tried finds an error, which is evidence and
+host threads (:class:`WaitingExecutor` has none), real timing, overlap and speed, operations that
+are not launched, and host memory that is freed while a copy uses it (all memory is treated as the
+device's). A program passes when no policy that was tried finds an error, which is evidence and
 no proof; random seeds add evidence.
 """
 
@@ -63,6 +63,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
@@ -406,6 +407,36 @@ def use_backend(backend: Backend) -> Iterator[Backend]:
         yield backend
 
 
+class WaitingExecutor(Executor):
+    """Runs what was submitted, in order, when something waits for any of it, on that thread."""
+
+    def __init__(self) -> None:
+        self._calls: deque[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = deque()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:  # type: ignore[override]
+        future = WaitedFor(self)
+        self._calls.append((future, fn, args))
+        return future
+
+    def run(self) -> None:
+        while self._calls:
+            future, fn, args = self._calls.popleft()
+            try:
+                future.set_result(fn(*args))
+            except BaseException as error:
+                future.set_exception(error)
+
+
+class WaitedFor(Future[Any]):
+    def __init__(self, executor: WaitingExecutor) -> None:
+        super().__init__()
+        self._executor = executor
+
+    def result(self, timeout: float | None = None) -> Any:
+        self._executor.run()
+        return super().result(timeout)
+
+
 class StreamSimulator:
     """A backend whose streams run only when the host waits; see the module's description.
 
@@ -419,7 +450,6 @@ class StreamSimulator:
 
     device = torch.device("cpu")
     can_pin = False
-    has_threads = False
 
     def __init__(
         self,
@@ -484,8 +514,9 @@ class StreamSimulator:
         """Everything that the current stream has been given so far."""
         return self.current_stream().record()
 
-    def enter_thread(self) -> None:
+    def executor(self, name: str, set_up: Callable[[], None]) -> WaitingExecutor:
         """There is only one thread."""
+        return WaitingExecutor()
 
     def allocate(self, n_bytes: int) -> torch.Tensor:
         """uint8 memory filled with 0xFF, which reads as NaN in every float format."""

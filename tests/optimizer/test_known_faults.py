@@ -262,7 +262,7 @@ class _Pinning(CpuBackend):
     can_pin = True
 
 
-@pytest.mark.parametrize(("lane", "n_arenas"), [("resident", 0), ("streamed", 1), ("host", 1)])
+@pytest.mark.parametrize(("lane", "n_arenas"), [("resident", 0), ("streamed", 1), ("host", 2)])
 def test_pinned_memory_is_allocated_once_and_not_per_tensor(
     lane: str, n_arenas: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

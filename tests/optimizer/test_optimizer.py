@@ -362,6 +362,12 @@ def host_threads() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name.startswith("fsdp_offload-host")]
 
 
+def have_ended(threads: set[threading.Thread]) -> bool:
+    for thread in threads:
+        thread.join(10)
+    return not any(thread.is_alive() for thread in threads)
+
+
 @each_lane
 def test_close_gives_everything_back_and_may_be_called_again(
     lane: str, arenas: list[weakref.ref[HostRange]]
@@ -370,14 +376,15 @@ def test_close_gives_everything_back_and_may_be_called_again(
     model, optimizer, twin_model, twin = pair(lane)
     train(model, optimizer, range(2))
     train(twin_model, twin, range(2))
-    assert len(mappings_now() - mappings) == (lane != "resident")
-    assert len(set(host_threads()) - threads) == (1 if lane == "host" else 0)
+    assert len(mappings_now() - mappings) == {"resident": 0, "host": 2}.get(lane, 1)
+    own = set(host_threads()) - threads
+    assert len(own) == (1 if lane == "host" else 0)
     optimizer.close()
     optimizer.close()
     gc.collect()
 
     assert mappings_now() <= mappings
-    assert set(host_threads()) <= threads
+    assert have_ended(own)
     assert all(arena() is None or arena()._mapping is None for arena in arenas)
     assert_same(values(model), values(twin_model))
     assert optimizer.statistics().host_arena_bytes == 0
@@ -404,7 +411,7 @@ def test_a_wrapper_that_is_dropped_without_close_gives_everything_back(
     assert reference() is None
     assert [arena() for arena in arenas] == [None] * len(arenas)
     assert mappings_now() <= mappings
-    assert set(host_threads()) <= threads
+    assert have_ended(set(host_threads()) - threads)
     model.load_state_dict(Model(seed=1).state_dict())  # its hooks are gone, too
     assert not model._load_state_dict_pre_hooks
     assert not model._load_state_dict_post_hooks
@@ -469,7 +476,7 @@ def test_only_the_host_lanes_own_thread_gets_its_number_of_kernel_threads(
     done.wait()
 
     assert len(set(host_threads()) - older) == 1
-    assert kernel_threads == {("fsdp_offload-host", wanted)}
+    assert kernel_threads == {("fsdp_offload-host_0", wanted)}
     assert torch.get_num_threads() == before
     assert answers == [before, before]
 

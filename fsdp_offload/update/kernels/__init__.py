@@ -34,12 +34,12 @@ def triton_kernels() -> ModuleType | None:
 def _tried() -> ModuleType:
     from . import elementwise
 
-    total = torch.zeros((), dtype=torch.int64, device="cuda")
-    ones = torch.ones(64, dtype=torch.int32, device="cuda")
+    value = torch.ones(64, dtype=torch.bfloat16, device="cuda")
     for _ in range(2):  # the second launch is of a variant that is known (launching.py)
-        elementwise.checksum(ones, total)
-    if int(total) != 2 * 64 * 64:
-        raise RuntimeError(f"a checksum is {int(total) / 2}, not {64 * 64}")
+        master = torch.zeros(64, device="cuda")
+        elementwise.decode(value, torch.zeros_like(value), master)
+    if float(master.sum()) != 64:
+        raise RuntimeError(f"64 masters of weight 1 have the sum {float(master.sum())}")
     return elementwise
 
 

@@ -1,6 +1,6 @@
-"""Triton kernels (CUDA) of masters and checksums, and functions that kernels share.
+"""Triton kernels (CUDA) of masters, and functions that kernels share.
 
-Their plain forms in torch operations: ``codec.*_plain``, ``checksum_plain``.
+Their plain forms in torch operations: ``codec.*_plain``.
 """
 
 from __future__ import annotations
@@ -84,21 +84,11 @@ def _encode(master, value, remainder, numel, KEEP: tl.constexpr, BLOCK: tl.const
         tl.store(remainder + at, low, mask=inside)
 
 
-@triton.jit
-def _checksum(bits, total, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(bits + at, mask=at < numel, other=0).to(tl.int64)
-    tl.atomic_add(total, tl.sum(values * (2 * at + 1)))
-
-
 _DECODE, _ENCODE = Kernel(_decode), Kernel(_encode)
-_CHECKSUM = Kernel(_checksum)
 
 
-def _launch(
-    kernel: Kernel, numel: int, *operands: Tensor, block: int = BLOCK, **flags: Any
-) -> None:
-    kernel.launch(triton.cdiv(numel, block), operands, (numel,), **flags, BLOCK=block)
+def _launch(kernel: Kernel, numel: int, *operands: Tensor, **flags: Any) -> None:
+    kernel.launch(triton.cdiv(numel, BLOCK), operands, (numel,), **flags, BLOCK=BLOCK)
 
 
 def decode(value: Tensor, remainder: Tensor, master: Tensor) -> None:
@@ -117,8 +107,3 @@ def round_to_value(master: Tensor, value: Tensor) -> None:
     """See :func:`..codec.round_to_value`."""
     bits = value.view(torch.int16)
     _launch(_ENCODE, master.numel(), master.view(torch.int32), bits, bits, KEEP=False)
-
-
-def checksum(bits: Tensor, total: Tensor) -> None:
-    """Add the checksum of ``bits`` (int16 or int32, 1-D) to ``total`` (0-dim int64)."""
-    _launch(_CHECKSUM, bits.numel(), bits, total, block=8192)
