@@ -31,6 +31,7 @@ from .chunks import attach_chunk, chunks_of
 from .errors import UnsupportedParameterError
 from .fsdp import gathered_parameters
 from .gated import GatedShard, keeper_of, ungated
+from .recorded import Record, Taken, record_of
 from .storage import identity
 
 if TYPE_CHECKING:
@@ -106,6 +107,24 @@ def put(parameter: Tensor, shard: Tensor) -> None:
     """Let ``parameter`` have this shard, or what stands for it."""
     assert isinstance(parameter, DTensor)
     parameter._local_tensor = shard
+
+
+def record(gradient: Tensor) -> Record | None:
+    """Of a gradient in host memory."""
+    return record_of(with_history(gradient))
+
+
+def take_recorded(parameter: Tensor) -> Tensor | Taken | None:
+    """A gradient in host memory, for an update; its shard, which takes its place again, where the
+    caller's writes have brought it to the device; None: any other."""
+    gradient = parameter.grad
+    known = None if gradient is None else record(gradient)
+    if gradient is None or known is None:
+        return None
+    if known.real is None:
+        return Taken(known.place, known.operations)
+    put(gradient, known.real)
+    return known.real
 
 
 class GatedGradients:
@@ -463,6 +482,8 @@ def plain_tensors(tensor: Tensor) -> list[tuple[str, Tensor]]:
         return [("", tensor)]
     if isinstance(tensor, DTensor):
         return plain_tensors(local(tensor))
+    if (known := record_of(tensor)) is not None:
+        return [] if known.real is None else [("", known.real)]
     if _is_plain(tensor):
         return [("", tensor.detach())] if tensor.layout is torch.strided else []
     if not hasattr(tensor, "__tensor_flatten__"):

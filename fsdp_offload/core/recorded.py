@@ -63,7 +63,8 @@ _ZERO: Final = Operation(_fill_with_zeros)
 class Place:
     """A gradient's values in host memory."""
 
-    host: Tensor  # 1-D, of the gradient's dtype
+    host: Tensor  # of the shard's shape and dtype
+    start: int  # byte, in the memory that gradients share which leave together
     stored: Event  # after it, they are there
     read: Event | None = None  # after it, the memory may be written into
 

@@ -27,6 +27,7 @@ Buckets without a host copy stay for good: the device has their authoritative st
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Final
@@ -45,6 +46,7 @@ from ..plan.order import SlotUse, Visit, deadline_order, fetched_first, slot_use
 from ..plan.residency import AWAY_STEPS, choose, spread
 from ..update.bucket import BucketUpdate, Scratch, StateView
 from ..update.params import REMAINDER_KIND, MasterForm, ParamState, Work
+from .gradient_slots import GradientSlots
 
 MARK_EVERY: Final = 8
 """Buckets between two readings of the clock."""
@@ -172,6 +174,7 @@ class Ring:
         self._ranks: Sequence[int] = []  # of each, in the forward
         self._backend, self.overlap = backend, overlap
         self._use = SlotUse((), (0,))
+        self.gradients: GradientSlots | None = None  # where gradients come from host memory
         self.link = Link(backend, "state", turn_bytes=None if overlap == "step" else TURN_BYTES)
         self._free: list[Event | None] = []  # of each slot: when the last store has ended
         self._head = 0  # next position to be updated
@@ -340,6 +343,9 @@ class Ring:
         that will come are there, after ``start``, which updates wait for already: the rest, without
         buckets that have none, and the iteration ends."""
         waited = {start}  # by updates, on one stream
+        if self.gradients is not None:
+            buckets = (self.buckets[index].bucket for index in self.order[self._head :])
+            self.gradients.begin(buckets, work, self.link.update)
         while self._head < len(self.order):
             bucket = self.buckets[self.order[self._head]]
             self.prefetch()
@@ -388,9 +394,15 @@ class Ring:
         if block.residence is Residence.FETCHING:
             assert block.arrived is not None
             self.link.update.wait(block.arrived)
-        with span("update"):
-            self.link.update.launch(bucket.update.run, gradients, work.snapshot)
-        bucket.updated = self.link.update.record()
+        update, slots = self.link.update, self.gradients
+        with (
+            span("update"),
+            contextlib.nullcontext(gradients)
+            if slots is None
+            else slots.lending(bucket.bucket, gradients, work, update) as lent,
+        ):
+            update.launch(bucket.update.run, lent, work.snapshot)
+        bucket.updated = update.record()
         block.changed(bucket.updated)
         if slot is not None:
             self._free[slot] = self.link.store(block)

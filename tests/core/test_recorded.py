@@ -35,7 +35,7 @@ class Home:
 
     def fetch(self, record: Record) -> Tensor:
         self.fetched.append(record)
-        return record.place.host.clone().view(4, -1)
+        return record.place.host.clone()
 
     def wait(self, event: Event) -> None:
         self.waits.append(event)
@@ -53,7 +53,7 @@ class Made:
         )
         self.norms = Norms(values, {2.0: 0, torch.inf: 1}, Reached())
         self.records = [
-            Record(self.home, Place(t.flatten().clone(), Reached()), self.norms, column)
+            Record(self.home, Place(t.clone(), 0, Reached()), self.norms, column)
             for column, t in enumerate(self.plain)
         ]
         pairs = zip(self.plain, self.records, strict=True)
@@ -63,7 +63,7 @@ class Made:
         """What an update reads."""
         read = []
         for record in self.records:
-            values = record.real if record.real is not None else record.place.host.view(4, -1)
+            values = record.real if record.real is not None else record.place.host
             read.append(values.clone())
             apply_all([(read[-1:], record.operations)])
         return read

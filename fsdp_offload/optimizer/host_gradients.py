@@ -1,0 +1,334 @@
+"""Gradients that leave the device when FSDP2 has reduced them, and come back for their updates.
+
+The gradients of one FSDP2 group are copied to host memory together. Something without memory takes
+the place of their shards: see ``core/recorded.py``. ``p.grad`` stays the same object. Before a
+reduction adds to them, they are fetched, and those of the group that followed the last time, too.
+
+FSDP2's reduce stream waits for the compute stream before it uses memory again. So a gradient may be
+dropped when the compute stream has waited for its copy. It does so two groups later: the copy has
+ended by then, unless the link is what the backward waits for.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..core import dtensor
+from ..core.backend import TURN_BYTES, Backend, Event, Stream
+from ..core.config import OffloadConfig, align
+from ..core.errors import DeviceError, check_open
+from ..core.fsdp import Group
+from ..core.recorded import Norms, Place, Record, RecordedShard, record_of
+from ..core.storage import identity
+from ..link import Block, HostPool, Link, Residence
+from .gradient_slots import GradientSlots
+
+HELD: Final = 2
+"""Groups whose gradients are kept while they are copied."""
+_ALIGNMENT: Final = 256
+"""Bytes. Modulo this a gradient has the same address on the device, before and after, as in host
+memory: kernels of norms add in an order that depends on it."""
+_ORDERS: Final = {2.0: 0, torch.inf: 1}
+
+
+class Fetched(NamedTuple):
+    """Gradients of one group on their way to the device."""
+
+    values: dict[Record, Tensor]
+    arrived: Event | None
+
+
+class Home:
+    """Copies of gradients to host memory and back; what stands for them keeps it alive."""
+
+    def __init__(self, backend: Backend, config: OffloadConfig) -> None:
+        self.backend = backend
+        self.pool = HostPool("HybridDeviceOptimizer: gradients", backend, config.transfer)
+        self.link = Link(backend, "gradients", turn_bytes=TURN_BYTES)
+        self._pid = os.getpid()
+
+    def wait(self, event: Event | None) -> None:
+        """See :class:`..core.recorded.Home`."""
+        if event is not None:
+            self.backend.current_stream().wait(event)
+
+    def fetch(self, record: Record) -> Tensor:
+        """See :class:`..core.recorded.Home`."""
+        values, arrived = self.start([record])
+        self.wait(arrived)
+        return values[record]
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def start(self, records: Sequence[Record]) -> Fetched:
+        """Enqueue one copy of what lies in host memory from the first record to the last.
+
+        Raises:
+            ClosedError: in a forked process, which has not got that memory.
+            torch.OutOfMemoryError: of the device.
+        """
+        check_open("a gradient in host memory", self._pid, is_closed=False)
+        places = sorted((record.place for record in records), key=lambda place: place.start)
+        start, first = places[0].start, places[0].host.view(-1).view(torch.uint8)
+        n_bytes = max(place.start + place.host.nbytes for place in places) - start
+        shift = start % _ALIGNMENT
+        memory, arrived = self.backend.allocate(shift + n_bytes)[shift:], None
+        if n_bytes and not all(record.is_zero for record in records):
+            after = [self.backend.current_stream().record(), *{place.stored for place in places}]
+            block = Block([first.as_strided((n_bytes,), (1,))], [memory])
+            arrived = self.link.fetch(block, after=after)
+            for place in places:
+                place.read = arrived
+        values = {}
+        for record in records:
+            at, host = record.place.start - start, record.place.host
+            values[record] = memory[at : at + host.nbytes].view(host.dtype).view(host.shape)
+        return Fetched(values, arrived)
+
+
+class Store:
+    """Host memory of one group's gradients.
+
+    Args:
+        group: FSDP2's.
+        leaves: of its parameters, whether their gradients leave.
+    """
+
+    def __init__(self, group: Group, leaves: Sequence[bool]) -> None:
+        self.group, self._leaves = group, leaves
+        self._starts, at = list[int](), _ALIGNMENT
+        for numel, parameter in zip(group.padded_numels, group.parameters, strict=True):
+            self._starts.append(at)
+            at += align(numel * parameter.itemsize, _ALIGNMENT) + _ALIGNMENT
+        self.n_bytes = at
+        self.host: Tensor  # 1-D uint8, of so many bytes
+        self.norms: Tensor  # one column per parameter
+        self.places: list[Place] = []  # of what it has
+        self.records: list[weakref.ref[Record]] = []
+        self.returned: dict[int, Record] = {}  # by the identities of shards that were fetched
+
+    def recorded(self) -> list[tuple[DTensor, Record]]:
+        """Gradients that are not on the device as ``.grad``."""
+        gradients = (parameter.grad for parameter in self.group.parameters)
+        pairs = ((g, dtensor.record(g)) for g in gradients if isinstance(g, DTensor))
+        return [(gradient, record) for gradient, record in pairs if record is not None]
+
+    def reduced(self) -> list[tuple[int, DTensor, Tensor]]:
+        """Gradients that are to leave, each with its shard."""
+        found = []
+        for index, parameter in enumerate(self.group.parameters):
+            gradient = parameter.grad
+            if not self._leaves[index] or not isinstance(gradient, DTensor):
+                continue
+            shard = dtensor.with_history(gradient)
+            is_plain = type(shard) is Tensor and shard.is_contiguous() and not shard.requires_grad
+            if is_plain and shard.dtype == self.norms.dtype and shard.device == self.norms.device:
+                found.append((index, gradient, shard))
+        return found
+
+    def place(self, shards: Sequence[tuple[int, Tensor]]) -> tuple[list[int], Block]:
+        """Where shards begin in host memory, and what is copied: all at once where they lie side by
+        side on the device."""
+        held = [shard for _, shard in shards if shard.numel()]
+        low = min((shard.data_ptr() for shard in held), default=0)
+        high = max((shard.data_ptr() + shard.nbytes for shard in held), default=0)
+        shift = low % _ALIGNMENT
+        is_one = len({identity(shard.untyped_storage()) for shard in held}) == 1
+        if is_one and shift + high - low <= self.n_bytes:
+            first = min(held, key=Tensor.data_ptr).view(-1).view(torch.uint8)
+            span = first.as_strided((high - low,), (1,))
+            starts = [shift + max(shard.data_ptr() - low, 0) for _, shard in shards]
+            hosts, devices = [self.host[shift : shift + high - low]], [span]
+        else:
+            starts = [self._starts[i] + shard.data_ptr() % _ALIGNMENT for i, shard in shards]
+            pairs = zip(starts, shards, strict=True)
+            hosts = [self.host[start : start + shard.nbytes] for start, (_, shard) in pairs]
+            devices = [shard.view(-1).view(torch.uint8) for _, shard in shards]
+        return starts, Block(hosts, devices, Residence.DEVICE)
+
+
+class HostGradients:
+    """Moves gradients of one model; a :class:`..core.fsdp.Watcher`.
+
+    Args:
+        groups: FSDP2's.
+        backend: of the device.
+        config: how host memory is obtained.
+        leaves: of each group's parameters, whether their gradients leave.
+
+    Raises:
+        HostMemoryError: they do not fit into host memory.
+        PinningError: the driver refused to page-lock it.
+    """
+
+    uses_link = True
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        backend: Backend,
+        config: OffloadConfig,
+        leaves: Sequence[Sequence[bool]],
+    ) -> None:
+        self.home = Home(backend, config)
+        self.slots = GradientSlots(backend, self.home.link)
+        self._held: deque[tuple[Event, list[Tensor]]] = deque()
+        self._follows: dict[int, int] = {}  # reductions: which came after which
+        self._last, self._seen = -1, set[int]()  # of this backward
+        self._ahead: tuple[int, Fetched] | None = None
+        self._stores = [Store(g, of) for g, of in zip(groups, leaves, strict=True) if any(of)]
+        arena, at = self.home.pool.take(sum(store.n_bytes for store in self._stores)), 0
+        for index, store in enumerate(self._stores):
+            parameters = store.group.parameters
+            store.host = arena.tensor(at, store.n_bytes, torch.uint8)
+            store.norms = torch.zeros(
+                (len(_ORDERS), len(parameters)), dtype=parameters[0].dtype, device=backend.device
+            )
+            weakref.finalize(self, store.group.watch(index, self, backend))
+            at += store.n_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory for gradients."""
+        return self.home.pool.n_bytes
+
+    # ------------------------------------------------------------------ Watcher
+
+    def before_gather(self, index: int, stream: Stream) -> None:
+        """See :class:`..core.fsdp.Watcher`."""
+        self._drop(len(self._held))
+
+    def after_gather(self, index: int) -> None:
+        """See :class:`..core.fsdp.Watcher`."""
+
+    def before_reduce(self, index: int) -> None:
+        """See :class:`..core.fsdp.Watcher`. Fetch what is about to be added to."""
+        store = self._stores[index]
+        if not store.group.reduces:
+            return
+        values = self._take_ahead(index) or self._arrived(self._start(index))
+        for gradient, record in store.recorded():
+            if record.real is None:
+                record.keep(values[record] if record in values else self.home.fetch(record))
+            assert record.real is not None
+            dtensor.put(gradient, record.real)
+            store.returned[id(record.real)] = record
+        if index in self._seen:  # the next backward: whether there is one is not known
+            self.begin()
+        self._follows[self._last] = index
+        self._last = index
+        self._seen.add(index)
+        if (following := self._follows.get(index)) is not None:
+            self._ahead = following, self._start(following)
+
+    def _start(self, index: int) -> Fetched:
+        records = [r for _, r in self._stores[index].recorded() if r.real is None]
+        if not records:
+            return Fetched({}, None)
+        if self.home.backend.is_capturing():
+            raise DeviceError(
+                "a backward inside a CUDA graph capture",
+                reason="it adds to gradients in host memory, and a replay would not fetch them",
+                remedy='call zero_grad() before the capture, or use offload="state"',
+            )
+        return self.home.start(records)
+
+    def _arrived(self, fetched: Fetched) -> dict[Record, Tensor]:
+        self.home.wait(fetched.arrived)
+        return fetched.values
+
+    def _take_ahead(self, index: int = -1) -> dict[Record, Tensor]:
+        """What was fetched ahead of this group; the compute stream may drop that of another."""
+        (ahead, fetched), self._ahead = self._ahead or (-1, Fetched({}, None)), None
+        values = self._arrived(fetched)
+        return values if ahead == index else {}
+
+    def after_reduce(
+        self, index: int, reduced: Event, stream: Stream, *, is_last: bool = True
+    ) -> None:
+        """See :class:`..core.fsdp.Watcher`. Let the group's gradients leave."""
+        store, backend = self._stores[index], self.home.backend
+        found = store.reduced()
+        if not found or backend.is_capturing():
+            return
+        for record in (record for find in store.records if (record := find()) is not None):
+            record.bring_back()  # others still have what is overwritten now
+        shards = [shard for _, _, shard in found]
+        stream.launch(compute_norms, store.norms, [column for column, _, _ in found], shards)
+        norms = Norms(store.norms, _ORDERS, stream.record())
+        starts, block = store.place([(column, shard) for column, _, shard in found])
+        stored = self.home.link.store(block, after=[norms.ready, *{p.read for p in store.places}])
+        self._held.append((stored, shards))
+        store.places, store.records, returned = [], [], store.returned
+        store.returned = {}
+        for start, (column, gradient, shard) in zip(starts, found, strict=True):
+            host = store.host[start : start + shard.nbytes].view(shard.dtype).view(shard.shape)
+            place = Place(host, start, stored)
+            record = returned.get(id(shard))
+            if record is None:
+                record = Record(self.home, place, norms, column)
+            else:
+                record.store(place, norms, column)
+            dtensor.put(gradient, RecordedShard(shard, keeper=record))
+            store.places.append(place)
+            store.records.append(weakref.ref(record))
+        del shard, found, shards
+        self._drop(HELD)
+
+    def _drop(self, most: int) -> None:
+        """Let go of gradients that were copied, and of all but so many that are being copied."""
+        while self._held and (len(self._held) > most or self._held[0][0].query()):
+            stored, _ = self._held[0]
+            self.home.wait(stored)
+            self._held.popleft()
+
+    # ------------------------------------------------------------------ of the optimizer
+
+    def begin(self) -> None:
+        """The next reduction follows none."""
+        self._take_ahead()
+        self._last, self._seen = -1, set()
+
+    def settle(self) -> None:
+        """Block until all gradients have left, and nothing of them is on the device."""
+        self._take_ahead()
+        self.home.link.synchronize()
+        self._held.clear()
+
+    def close(self) -> None:
+        """Bring all gradients back, and give host memory back. Idempotent.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room; those that have none stay as they are.
+        """
+        for store in self._stores:
+            for gradient, record in store.recorded():
+                record.bring_back()
+                assert record.real is not None
+                dtensor.put(gradient, record.real)
+            for find in store.records:
+                if (record := find()) is not None:
+                    record.bring_back()
+        self.settle()
+        self._stores = []
+        self.home.pool.close()
+
+
+def compute_norms(norms: Tensor, columns: list[int], gradients: list[Tensor]) -> None:
+    """Write norms of order 2 and infinity of gradients into columns of ``norms``."""
+    with torch.no_grad():
+        targets = [norms[0, column] for column in columns]
+        torch._foreach_copy_(targets, torch._foreach_norm(gradients, 2.0))
+        held = [each for each in zip(columns, gradients, strict=True) if each[1].numel()]
+        norms[1].zero_()  # torch has no infinity norm of an empty tensor
+        if held:
+            targets = [norms[1, column] for column, _ in held]
+            torch._foreach_copy_(targets, torch._foreach_norm([g for _, g in held], torch.inf))
