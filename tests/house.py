@@ -32,6 +32,7 @@ EXCEPTIONS = {
     "_foreach_add_": "torch.optim's and clip_grad_norm_'s own operation; results have its bits",
     "_foreach_copy_": "many copies in one call; there is no public form",
     "_foreach_mul_": "torch.optim's and clip_grad_norm_'s own operation; results have its bits",
+    "_foreach_norm": "clip_grad_norm_'s own operation; results have its bits",
     "_fused_adam_": "the kernel of torch.optim.Adam(fused=True)",
     "_fused_adamw_": "the kernel of torch.optim.AdamW(fused=True)",
     "_base": "whether a tensor is a view: in its repr, not in torch's documentation",

@@ -31,7 +31,7 @@ from .chunks import attach_chunk, chunks_of
 from .errors import UnsupportedParameterError
 from .fsdp import gathered_parameters
 from .gated import GatedShard, keeper_of, ungated
-from .recorded import Record, Taken, record_of
+from .recorded import Record, record_of
 from .storage import identity
 
 if TYPE_CHECKING:
@@ -103,8 +103,8 @@ def open_gate(parameters: Gated) -> None:
             parameter._local_tensor = ungated(gated)
 
 
-def put(parameter: Tensor, shard: Tensor) -> None:
-    """Let ``parameter`` have this shard, or what stands for it."""
+def put(parameter: Tensor | None, shard: Tensor) -> None:
+    """Let a parameter, or its gradient, have this shard, or what stands for it."""
     assert isinstance(parameter, DTensor)
     parameter._local_tensor = shard
 
@@ -112,19 +112,6 @@ def put(parameter: Tensor, shard: Tensor) -> None:
 def record(gradient: Tensor) -> Record | None:
     """Of a gradient in host memory."""
     return record_of(with_history(gradient))
-
-
-def take_recorded(parameter: Tensor) -> Tensor | Taken | None:
-    """A gradient in host memory, for an update; its shard, which takes its place again, where the
-    caller's writes have brought it to the device; None: any other."""
-    gradient = parameter.grad
-    known = None if gradient is None else record(gradient)
-    if gradient is None or known is None:
-        return None
-    if known.real is None:
-        return Taken(known.place, known.operations)
-    put(gradient, known.real)
-    return known.real
 
 
 class GatedGradients:

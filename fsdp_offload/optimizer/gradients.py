@@ -50,10 +50,8 @@ def gradient_of(param: ParamState) -> Tensor | Taken | None:
     gradient = dtensor.gradient_shard(param.parameter, param.fqn, param.info.local_shape)
     if gradient is None:
         return None
-    taken = dtensor.take_recorded(param.parameter)
-    if isinstance(taken, Tensor):
-        gradient = taken
-    elif taken is None and is_empty(gradient):
+    record = record_of(gradient)
+    if record is None and is_empty(gradient):
         raise AwayError(
             f"the gradient of {param.fqn}",
             reason="its device memory is offloaded",
@@ -67,7 +65,13 @@ def gradient_of(param: ParamState) -> Tensor | Taken | None:
             remedy="write values in place, `with torch.no_grad(): parameter.copy_(values)`, and "
             "move the model before the optimizer is wrapped",
         )
-    return gradient.view(-1) if taken is None or gradient is taken else taken
+    if record is None:
+        return gradient.view(-1)
+    if record.real is None:
+        return Taken(record.place, record.operations)
+    # The caller's writes have brought it to the device. Overlap closes gates of plain shards.
+    dtensor.put(param.parameter.grad, record.real)
+    return record.real.view(-1)
 
 
 def count_empty_shards(

@@ -26,7 +26,7 @@ from ..core.backend import TURN_BYTES, Backend, Event, Stream
 from ..core.config import OffloadConfig, align
 from ..core.errors import DeviceError, check_open
 from ..core.fsdp import Group
-from ..core.recorded import Norms, Place, Record, RecordedShard, record_of
+from ..core.recorded import Norms, Place, Record, RecordedShard
 from ..core.storage import identity
 from ..link import Block, HostPool, Link, Residence
 from .gradient_slots import GradientSlots
@@ -46,7 +46,7 @@ class Fetched(NamedTuple):
     arrived: Event | None
 
 
-class Home:
+class Mover:
     """Copies of gradients to host memory and back; what stands for them keeps it alive."""
 
     def __init__(self, backend: Backend, config: OffloadConfig) -> None:
@@ -134,6 +134,12 @@ class Store:
                 found.append((index, gradient, shard))
         return found
 
+    def bring_back(self) -> None:
+        """To the device, what is about to be overwritten."""
+        for find in self.records:
+            if (record := find()) is not None:
+                record.bring_back()
+
     def place(self, shards: Sequence[tuple[int, Tensor]]) -> tuple[list[int], Block]:
         """Where shards begin in host memory, and what is copied: all at once where they lie side by
         side on the device."""
@@ -178,14 +184,14 @@ class HostGradients:
         config: OffloadConfig,
         leaves: Sequence[Sequence[bool]],
     ) -> None:
-        self.home = Home(backend, config)
-        self.slots = GradientSlots(backend, self.home.link)
+        self.mover = Mover(backend, config)
+        self.slots = GradientSlots(backend, self.mover.link)
         self._held: deque[tuple[Event, list[Tensor]]] = deque()
         self._follows: dict[int, int] = {}  # reductions: which came after which
         self._last, self._seen = -1, set[int]()  # of this backward
         self._ahead: tuple[int, Fetched] | None = None
         self._stores = [Store(g, of) for g, of in zip(groups, leaves, strict=True) if any(of)]
-        arena, at = self.home.pool.take(sum(store.n_bytes for store in self._stores)), 0
+        arena, at = self.mover.pool.take(sum(store.n_bytes for store in self._stores)), 0
         for index, store in enumerate(self._stores):
             parameters = store.group.parameters
             store.host = arena.tensor(at, store.n_bytes, torch.uint8)
@@ -198,7 +204,7 @@ class HostGradients:
     @property
     def host_bytes(self) -> int:
         """Host memory for gradients."""
-        return self.home.pool.n_bytes
+        return self.mover.pool.n_bytes
 
     # ------------------------------------------------------------------ Watcher
 
@@ -217,7 +223,7 @@ class HostGradients:
         values = self._take_ahead(index) or self._arrived(self._start(index))
         for gradient, record in store.recorded():
             if record.real is None:
-                record.keep(values[record] if record in values else self.home.fetch(record))
+                record.keep(values[record] if record in values else self.mover.fetch(record))
             assert record.real is not None
             dtensor.put(gradient, record.real)
             store.returned[id(record.real)] = record
@@ -233,16 +239,16 @@ class HostGradients:
         records = [r for _, r in self._stores[index].recorded() if r.real is None]
         if not records:
             return Fetched({}, None)
-        if self.home.backend.is_capturing():
+        if self.mover.backend.is_capturing():
             raise DeviceError(
                 "a backward inside a CUDA graph capture",
                 reason="it adds to gradients in host memory, and a replay would not fetch them",
                 remedy='call zero_grad() before the capture, or use offload="state"',
             )
-        return self.home.start(records)
+        return self.mover.start(records)
 
     def _arrived(self, fetched: Fetched) -> dict[Record, Tensor]:
-        self.home.wait(fetched.arrived)
+        self.mover.wait(fetched.arrived)
         return fetched.values
 
     def _take_ahead(self, index: int = -1) -> dict[Record, Tensor]:
@@ -255,17 +261,16 @@ class HostGradients:
         self, index: int, reduced: Event, stream: Stream, *, is_last: bool = True
     ) -> None:
         """See :class:`..core.fsdp.Watcher`. Let the group's gradients leave."""
-        store, backend = self._stores[index], self.home.backend
+        store, backend = self._stores[index], self.mover.backend
         found = store.reduced()
         if not found or backend.is_capturing():
             return
-        for record in (record for find in store.records if (record := find()) is not None):
-            record.bring_back()  # others still have what is overwritten now
+        store.bring_back()  # what others have of the last iteration
         shards = [shard for _, _, shard in found]
         stream.launch(compute_norms, store.norms, [column for column, _, _ in found], shards)
         norms = Norms(store.norms, _ORDERS, stream.record())
         starts, block = store.place([(column, shard) for column, _, shard in found])
-        stored = self.home.link.store(block, after=[norms.ready, *{p.read for p in store.places}])
+        stored = self.mover.link.store(block, after=[norms.ready, *{p.read for p in store.places}])
         self._held.append((stored, shards))
         store.places, store.records, returned = [], [], store.returned
         store.returned = {}
@@ -274,7 +279,7 @@ class HostGradients:
             place = Place(host, start, stored)
             record = returned.get(id(shard))
             if record is None:
-                record = Record(self.home, place, norms, column)
+                record = Record(self.mover, place, norms, column)
             else:
                 record.store(place, norms, column)
             dtensor.put(gradient, RecordedShard(shard, keeper=record))
@@ -287,7 +292,7 @@ class HostGradients:
         """Let go of gradients that were copied, and of all but so many that are being copied."""
         while self._held and (len(self._held) > most or self._held[0][0].query()):
             stored, _ = self._held[0]
-            self.home.wait(stored)
+            self.mover.wait(stored)
             self._held.popleft()
 
     # ------------------------------------------------------------------ of the optimizer
@@ -297,10 +302,10 @@ class HostGradients:
         self._take_ahead()
         self._last, self._seen = -1, set()
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Block until all gradients have left, and nothing of them is on the device."""
         self._take_ahead()
-        self.home.link.synchronize()
+        self.mover.link.synchronize()
         self._held.clear()
 
     def close(self) -> None:
@@ -314,12 +319,10 @@ class HostGradients:
                 record.bring_back()
                 assert record.real is not None
                 dtensor.put(gradient, record.real)
-            for find in store.records:
-                if (record := find()) is not None:
-                    record.bring_back()
-        self.settle()
+            store.bring_back()
+        self.finish()
         self._stores = []
-        self.home.pool.close()
+        self.mover.pool.close()
 
 
 def compute_norms(norms: Tensor, columns: list[int], gradients: list[Tensor]) -> None:
