@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_offload import HybridDeviceOptimizer
+from fsdp_offload import HostMemoryError, HybridDeviceOptimizer, PhaseOffloader
 from fsdp_offload.core.recorded import RecordedShard
+from fsdp_offload.link import held_bytes
 from tests.fsdp import models
 from tests.fsdp.models import Ranks, check, check_same
 from tests.fsdp.test_overlap import loss_of, mesh_of
@@ -222,3 +224,142 @@ def test_training_in_many_ways_has_the_same_bits(ranks: Ranks, case: str) -> Non
 @pytest.mark.parametrize("how", [{"hybrid": True}, {"hybrid": True, "dtype": BF16, "micro": 2}])
 def test_training_on_four_ranks_has_the_same_bits(ranks: Ranks, how: dict[str, Any]) -> None:
     ranks(4).run(train_both, 4, "clip", **how)
+
+
+# --------------------------------------------------------------------------- what else happens
+
+
+def read() -> None:
+    """Readers get values; the device keeps nothing of them."""
+    plain, mine = build(1), build(1)
+    optimizer = wrap(mine)
+    kept: list[dict[str, Tensor]] = [{}, {}]
+    for index in range(2):
+        seen = []
+        for model, shown in zip((plain, mine), kept, strict=True):
+            loss_of(model, index).backward()
+            seen.append(average(model, shown))
+            seen[-1] += [(gradient * 2).full_tensor() for gradient in gradients(model)]
+            if index:
+                model.zero_grad(set_to_none=False)
+            seen[-1] += [(gradient + 1).full_tensor() for gradient in gradients(model)]
+        for one, other in zip(*seen, strict=True):
+            check_same(one, other, "what was read")
+        check(all(away(mine)), "kept on the device")
+        for model in (plain, mine):
+            model.zero_grad()
+    optimizer.close()
+
+
+def keep_alias() -> None:
+    """A gradient that somebody still has when the next backward overwrites host memory."""
+    plain, mine = build(1), build(1)
+    optimizer = wrap(mine)
+    kept = []
+    for model in (plain, mine):
+        loss_of(model, 0).backward()
+        kept.append(gradients(model)[3])
+        other = gradients(model)[4].to_local()
+        model.zero_grad()
+        loss_of(model, 1).backward()
+        loss_of(model, 2).backward()
+        other.mul_(2.0)
+        kept += [other, gradients(model)[4].to_local()]
+        kept[-1].mul_(3.0)
+        loss_of(model, 3).backward()
+        kept[-1].mul_(0.5)
+        kept += whole(gradients(model))
+    half = len(kept) // 2
+    for one, other in zip(kept[:half], kept[half:], strict=True):
+        check_same(models.local(one) + 0, models.local(other) + 0, "an alias")
+    optimizer.close()
+
+
+def end(how: str) -> None:
+    """Gradients outlive the optimizer, and host memory goes back."""
+    gc.collect()
+    before = held_bytes()
+    plain, mine = build(1), build(1)
+    optimizer = wrap(mine)
+    check(any("gradients" in holder for holder in held_bytes()), "who holds host memory")
+    for model in (plain, mine):
+        loss_of(model, 0).backward()
+        clip(model)
+    if how == "close":
+        optimizer.close()
+        check(not any(away(mine)), "still away")
+        check(held_bytes() == before, f"held: {held_bytes()}")
+    del optimizer
+    gc.collect()
+    for model in (plain, mine):
+        loss_of(model, 1).backward()
+    for one, other in zip(gradients(mine), gradients(plain), strict=True):
+        check_same(one.full_tensor(), other.full_tensor(), "a gradient")
+    check(not any(away(mine)), "gradients leave for nobody")
+    del one, other
+    mine.zero_grad()
+    gc.collect()
+    check(not any("gradients" in holder for holder in held_bytes()), f"held: {held_bytes()}")
+
+
+def two_phases() -> None:
+    """Beside a PhaseOffloader, which drops gradients that were consumed."""
+    plain, mine = build(1), build(1)
+    pairs = [(plain, wrap(plain, offload="state")), (mine, wrap(mine))]
+    for model, optimizer in pairs:
+        phases = PhaseOffloader(model, optimizer)
+        for index in range(3):
+            loss_of(model, index).backward()
+            clip(model)
+            optimizer.step()
+            if index == 1:
+                optimizer.zero_grad()
+            phases.offload().wait()
+            phases.reload()
+            optimizer.zero_grad()
+    for one, other in zip(mine.parameters(), plain.parameters(), strict=True):
+        check_same(one.full_tensor(), other.full_tensor(), "a weight")
+
+
+def stay(options: dict[str, Any]) -> None:
+    model = build(1)
+    optimizer = wrap(model, **options)
+    loss_of(model, 0).backward()
+    check(optimizer.statistics().host_gradient_bytes == 0, "host memory")
+    check(options.get("overlap") == "backward" or not any(away(model)), "away")
+    optimizer.step()
+    optimizer.close()
+
+
+def host_memory_is_short() -> None:
+    gc.collect()
+    before, model = held_bytes(), build(1)
+    with pytest.raises(HostMemoryError, match="gradients"):
+        wrap(model, host_memory="100000B")
+    check(held_bytes() == before, f"held: {held_bytes()}")
+
+
+@pytest.mark.parametrize(
+    "job", [read, keep_alias, two_phases, host_memory_is_short], ids=lambda job: job.__name__
+)
+def test_jobs(ranks: Ranks, job: Callable[[], None]) -> None:
+    ranks(1).run(job)
+
+
+@pytest.mark.parametrize("how", ["close", "delete"])
+def test_gradients_outlive_the_optimizer(ranks: Ranks, how: str) -> None:
+    ranks(1).run(end, how)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overlap": "backward"},
+        {"device_memory": "1GiB"},
+        {"offload": "state"},
+        {"update_on": "host"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_gradients_stay(ranks: Ranks, options: dict[str, Any]) -> None:
+    ranks(1).run(stay, options)
