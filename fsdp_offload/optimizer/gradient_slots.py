@@ -62,8 +62,8 @@ class GradientSlots:
     def begin(self, buckets: Iterable[Bucket], work: Work, update: Stream) -> None:
         """These are updated on ``update`` now, in order."""
         self._buckets = deque(each for each in buckets if _taken(each, work))
-        most = max((_slot_bytes(each, work) for each in self._buckets), default=0)
-        if most > (self._slots[0].memory.nbytes if self._slots else 0):
+        most = max((_slot_bytes(each, work) for each in self._buckets), default=-1)
+        if most > (self._slots[0].memory.nbytes if self._slots else -1):
             update.synchronize()  # nothing reads those that go
             memory = [self._backend.allocate(most) for _ in range(COUNT)]
             free = self._backend.current_stream().record()

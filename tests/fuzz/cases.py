@@ -219,8 +219,9 @@ def draw_case(seed: int, ranks: int = 1) -> Case:
         reshard=rng.choice((None, True, False)),
         half_compute=sharded and dtypes[0] == FP32 and rng.random() < 0.2,
     )
-    if sharded and case.gives_model and rng.random() < 0.4:
+    if sharded and case.gives_model and rng.random() < 0.7:
         wrap["offload"] = "all"
+        wrap["device_memory"] = rng.choice((0, wrap["device_memory"]))
     return case
 
 
