@@ -10,6 +10,7 @@ and ``backward`` are ours with that ``overlap``. ``torchao`` is its ``CPUOffload
 ``torchclip``         clip with ``torch.nn.utils.clip_grad_norm_``
 ``bf16``, ``int8``    moments in that precision
 ``host``              ``update_on="host"``
+``all``               ``offload="all"``
 ``f0.5``              ``offload_fraction``
 ``d0``, ``d2GiB``     ``device_memory``
 ``b64MiB``            ``TransferConfig(bucket_bytes=...)``
@@ -43,6 +44,7 @@ _WORDS: Final[dict[str, tuple[str, Any]]] = {
     "bf16": ("moments", torch.bfloat16),
     "int8": ("moments", "int8"),
     "host": ("update_on", "host"),
+    "all": ("offload", "all"),
     "again": ("again", True),
 }
 _NUMBERS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
