@@ -35,7 +35,8 @@ def bench(words: list[str]) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore")
 def test_iterations(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
-    rows = "plain,torchao,step-b8KiB-torchclip,backward-int8,step-host,step-f0,step-all-d0,cpuoffload"
+    rows = "plain,torchao,step-b8KiB-torchclip,backward-int8,step-host,step-f0,step-all-d0"
+    rows += ",cpuoffload"
     bench([*TINY, *SHORT, "--json", str(out), "--rows", rows, "--shards", "fp32"])
     lines = capfd.readouterr().out.splitlines()
     assert lines[0].startswith("plain: iteration")
