@@ -9,9 +9,9 @@ from tests.helpers.scripts import Launch
 
 
 def test_measures_stay_below_what_they_are() -> None:
-    assert house.lines() <= 23_779
-    assert house.statements() <= 12_260
-    assert len(house.sources()) <= 119 + 1
+    assert house.lines() <= 23_779 + 450  # trained weights in host memory
+    assert house.statements() <= 12_260 + 230  # the same
+    assert len(house.sources()) <= 119 + 2
     assert house.long_files() == {}
     assert len(house.files_in_root()) <= 2
     assert house.classes() <= 212
