@@ -149,8 +149,8 @@ def estimate(
         if kept is not None:  # state leaves first
             return kept
     if work.offload == "all":
-        room = total - _bare_peak(model, work, 0.0, 0.0, unsharded)
-        given = room if device_memory_bytes is None else min(room, device_memory_bytes)
+        free_bytes = total - _bare_peak(model, work, 0.0, 0.0, unsharded)
+        given = free_bytes if device_memory_bytes is None else min(free_bytes, device_memory_bytes)
         weights_stay, gradients_stay, lent = _stay(model, work, weights, given)
     bare = _bare_peak(model, work, weights_stay, gradients_stay, unsharded)
     most = total - bare - lent
@@ -176,13 +176,15 @@ def estimate(
     )
 
 
-def _stay(model: Model, work: Workload, weights: float, room: float) -> tuple[float, float, float]:
+def _stay(
+    model: Model, work: Workload, weights: float, free_bytes: float
+) -> tuple[float, float, float]:
     """Weights and gradients (as many bytes) that stay, and slots for those that leave.
 
     By what a byte saves on the link: weights stay first, then gradients, then state.
     """
     group = work.shard_bytes * max(model.block_params, model.root_params) / work.gpus
-    left = room - float(LEAST_SLOTS * SMALL_BUCKET_BYTES) - 1024  # of roundings
+    left = free_bytes - float(LEAST_SLOTS * SMALL_BUCKET_BYTES) - 1024  # of roundings
     lent = 0.0
     if 2 * weights > left:
         lent += GRADIENT_SLOTS * group
