@@ -37,7 +37,7 @@ from ..core.config import OffloadConfig, align
 from ..core.devices import cores_near
 from ..core.errors import LaneError, UnsupportedParameterError
 from ..core.progress import warn
-from ..core.storage import span
+from ..core.storage import as_bytes, span
 from ..link import Block, HostRange, Link, Residence, local_ranks
 from ..plan import Bucket, Layout
 from ..update.bucket import BucketUpdate, Scratch
@@ -47,11 +47,6 @@ from .ring import state_of
 
 HOST_SLOTS = 4
 """At most: one arrives, one is updated, one leaves, and one more for a bucket out of turn."""
-
-
-def _bytes(flat: Tensor) -> Tensor:
-    """1-D uint8, without a copy, of a 1-D tensor; that of a single element may have any stride."""
-    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def _gradient_bytes(param: ParamState) -> int:
@@ -82,9 +77,9 @@ class HostBucket:
         self._gradients = slot[len(shards) :]
         copies = shards.view(first.info.dtype)
         on_host = [copies[s.scratch_start : s.scratch_start + s.numel] for s in bucket.slices]
-        self._on_host = [_bytes(copy) for copy in on_host]
+        self._on_host = [as_bytes(copy) for copy in on_host]
         self._on_device = [
-            _bytes(dtensor.local(params[s.spec.index].parameter).view(-1)[s.start : s.stop])
+            as_bytes(dtensor.local(params[s.spec.index].parameter).view(-1)[s.start : s.stop])
             for s in bucket.slices
         ]
         self._dtype = first.compute_dtype
@@ -115,7 +110,7 @@ class HostBucket:
             start = slice_.scratch_start * self._width
             own = self._gradients[start : start + gradient.nbytes]
             host.append(own)
-            device.append(_bytes(gradient))
+            device.append(as_bytes(gradient))
             received.append(own.view(gradient.dtype))
         return Block(host, device, Residence.DEVICE), received
 
