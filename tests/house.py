@@ -95,14 +95,16 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@functools.cache
 def trees() -> dict[str, ast.Module]:
     """All modules by name, parsed."""
     return {name_of(path): tree(path) for path in sources()}
 
 
-def nodes() -> Iterator[tuple[str, ast.AST]]:
+@functools.cache
+def nodes() -> tuple[tuple[str, ast.AST], ...]:
     """All nodes of all modules, with the module's name."""
-    return ((name, node) for name, module in trees().items() for node in ast.walk(module))
+    return tuple((name, node) for name, module in trees().items() for node in ast.walk(module))
 
 
 # --------------------------------------------------------------------------- size
