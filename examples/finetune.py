@@ -18,13 +18,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint as recompute
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from fsdp_offload import HybridDeviceOptimizer, checkpoint
+from fsdp_offload import HybridDeviceOptimizer, checkpoint, shard
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("model", type=Path, help="folder with weights, or a config.json")
@@ -38,6 +35,7 @@ parser.add_argument("--lr", type=float, default=1e-5)
 parser.add_argument("--warmup", type=int, default=50, help="steps before --lr is reached")
 parser.add_argument("--clip", type=float, default=1.0, help="largest norm of all gradients")
 parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+parser.add_argument("--offload", choices=("state", "all"), default="state", help="all: weights too")
 parser.add_argument("--recompute", action="store_true", help="activation checkpointing")
 parser.add_argument("--save-every", type=int, default=200)
 parser.add_argument("--log-every", type=int, default=10)
@@ -61,33 +59,18 @@ def rows_of(step, tokens, args):
     return torch.stack([tokens[start : start + args.seq] for start in starts.tolist()])
 
 
-def build(config, args, device):
-    """The model in shards. Only rank 0 holds all weights in host memory, and only in here."""
+def build(config, args):
+    """The model in shards. No rank holds it whole, if MODEL is a folder."""
     torch.manual_seed(0)
     dtype = getattr(torch, args.dtype)
-    with torch.device("meta"):
+    with torch.device("meta" if args.model.is_dir() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    if args.recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    names = model._no_split_modules  # classes of layers; Accelerate looks here, too
-    for layer in [module for module in model.modules() if type(module).__name__ in names]:
-        if args.recompute:
-            layer.forward = functools.partial(recompute, layer.forward, use_reentrant=False)
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    model.to_empty(device=device)
-
-    whole = None
-    if dist.get_rank() == 0 and args.model.is_dir():
-        whole = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
-    elif dist.get_rank() == 0:
-        whole = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, whole.state_dict() if whole else {}, options=options)
-    for name, buffer in model.named_buffers():  # rotary frequencies are in no state dict
-        if whole:
-            buffer.copy_(whole.get_buffer(name))
-        dist.broadcast(buffer, src=0)
+    shard(model, mp_policy=policy)
+    if args.model.is_dir():
+        checkpoint.load(args.model, model)  # from the files to the shards
     return model.train()
 
 
@@ -95,14 +78,12 @@ def main():
     args = parser.parse_args()
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type != "cpu":
-        torch.accelerator.set_device_index(dist.get_node_local_rank(fallback_rank=0))
-    # FSDP2 needs a process group. torchrun says of which ranks; without it, of this one.
-    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(**({} if "RANK" in os.environ else alone))
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
+    config = AutoConfig.from_pretrained(args.model)
+    model = build(config, args)
     rank, world = dist.get_rank(), dist.get_world_size()
     say = functools.partial(print, flush=True) if rank == 0 else lambda _: None
 
-    config = AutoConfig.from_pretrained(args.model)
     folder = args.model if args.model.is_dir() else args.model.parent
     has_tokenizer = [*folder.glob("tokenizer*"), *folder.glob("vocab*")]
     tokenizer = AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
@@ -111,9 +92,8 @@ def main():
     if args.batch % world or args.seq > len(tokens):
         raise SystemExit("--batch has to be a multiple of the ranks, --seq no more than the text")
 
-    model = build(config, args, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    optimizer = HybridDeviceOptimizer(optimizer, model)  # <- all that offloading needs
+    optimizer = HybridDeviceOptimizer(optimizer, model, offload=args.offload)  # <- the one line
 
     def factor(step):
         cosine = 0.5 + 0.5 * math.cos(math.pi * step / args.steps)

@@ -125,7 +125,7 @@ def run_row(
         if case.kind in OURS:
             figures = trainer.optimizer.statistics()
             row |= {
-                "host_gib": figures.host_arena_bytes / GIB,
+                "host_gib": (figures.host_arena_bytes + figures.host_weight_bytes) / GIB,
                 "moved_bytes": figures.moved_bytes,
                 "fetched_bytes": figures.fetched_bytes,
                 "lanes": figures.parameters,

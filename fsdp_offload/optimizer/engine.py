@@ -24,7 +24,8 @@ from ..update.params import MasterForm, ParamState, Snapshot, Work
 from ..update.schema import make_shadow, raw_step
 from ..update.state import fill_initial, write_master
 from .host import HostBucket, HostLane, host_buckets, thread_count
-from .ring import Ring, RingBucket, device_bytes_of
+from .ring import Ring
+from .ring_bucket import RingBucket
 
 States = dict[Tensor, dict[str, Any]]
 
@@ -244,7 +245,7 @@ class Engine:
         own, first = self.ring.own_bytes, self.config.first_device_bytes
         if self.config.device_memory != "auto" or not own or not buckets:
             return first
-        return max(first, own + LEAST_SLOTS * max(device_bytes_of(each.bucket) for each in buckets))
+        return max(first, own + LEAST_SLOTS * max(each.device_bytes for each in buckets))
 
     # ------------------------------------------------------------------ running
 

@@ -43,7 +43,7 @@ from ..plan import Bucket, Layout
 from ..update.bucket import BucketUpdate, Scratch
 from ..update.one_kernel import StepPowers
 from ..update.params import MasterForm, ParamState, Work
-from .ring import state_of
+from .ring_bucket import state_of
 
 HOST_SLOTS = 4
 """At most: one arrives, one is updated, one leaves, and one more for a bucket out of turn."""
@@ -84,7 +84,13 @@ class HostBucket:
         ]
         self._dtype = first.compute_dtype
         self.update = BucketUpdate(
-            optimizer, bucket, params, state_of(params), scratch, host_shards=on_host
+            optimizer,
+            bucket,
+            params,
+            state_of(params),
+            scratch,
+            shards=on_host,
+            on_host=True,
         )
         self.written: PendingEvent | None = None
         """After it, the shards are as the last iteration leaves them; None: it left them alone."""

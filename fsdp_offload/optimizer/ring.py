@@ -23,133 +23,31 @@ what the next one needs, so they travel in neither direction. Their arena is out
 so code that reads it calls :meth:`Ring.flush` first, and code that writes into it
 :meth:`Ring.discard`. Updates are the same, so bits do not depend on which buckets stay.
 Buckets without a host copy stay for good: the device has their authoritative state.
+
+Weights that live in host memory (``optimizer/weights.py``) travel with the state of their bucket,
+behind it in its slot. They go back after each update, also from buckets that stay, because gathers
+read host memory. What other code writes there is fetched again before the update.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
-import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ..core.backend import TURN_BYTES, Backend, Event, TimedEvent
-from ..core.config import align
 from ..core.storage import span
-from ..link import Block, HostRange, Link, Residence
-from ..plan import Bucket, Kind, Layout, Slice
-from ..plan.layout import kind_range
+from ..link import Block, Link, Residence
 from ..plan.order import SlotUse, Visit, deadline_order, fetched_first, slot_use
 from ..plan.residency import AWAY_STEPS, choose, spread
-from ..update.bucket import BucketUpdate, Scratch, StateView
-from ..update.params import REMAINDER_KIND, MasterForm, ParamState, Work
+from ..update.params import Work
+from .ring_bucket import RingBucket
 
 MARK_EVERY: Final = 8
 """Buckets between two readings of the clock."""
 Mark = tuple[int, TimedEvent]
 """Bytes of an iteration that were written back, and when."""
-
-
-def device_bytes_of(bucket: Bucket) -> int:
-    """What a bucket takes on the device: something, also without state."""
-    return align(max(bucket.slot_bytes, 1), 256)
-
-
-class RingBucket:
-    """A bucket that is updated on the device.
-
-    Args:
-        optimizer: the wrapped optimizer.
-        layout: of its dtype group.
-        bucket: which slices of which parameters.
-        params: all parameters.
-        arena: host memory of its state; None: it has no host copy, and lives in the parameters'
-            own state tensors on the device.
-        scratch: see :class:`BucketUpdate`.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        layout: Layout,
-        bucket: Bucket,
-        params: list[ParamState],
-        arena: HostRange | None,
-        scratch: Scratch,
-    ) -> None:
-        first = params[bucket.slices[0].spec.index]
-        self.indices = sorted({s.spec.index for s in bucket.slices})
-        self.has_host_copy = arena is not None
-        self.bucket, self._layout = bucket, layout
-        self._state = state_of(params)
-        self._spans = [span for span in bucket.spans if span.n_bytes]
-        self._has_remainder = first.form is MasterForm.REMAINDER
-        self._by_kind = {span.kind: span for span in bucket.spans}
-        self._slot: Tensor | None = None
-        self._update: BucketUpdate | None = None
-        self._make_update: Callable[..., BucketUpdate] | None = functools.partial(
-            BucketUpdate, optimizer, bucket, params, scratch=scratch
-        )
-        self.updated: Event | None = None
-        """After it, the shards are as the last iteration leaves them; None: it left them alone."""
-        if arena is not None:
-            spans = self._spans
-            self.block = Block([arena.tensor(s.arena_start, s.n_bytes, torch.uint8) for s in spans])
-        else:
-            state = [tensor for index in self.indices for tensor in params[index].tensors.values()]
-            self.block = Block((), state, Residence.DEVICE)
-
-    @property
-    def update(self) -> BucketUpdate:
-        """What updates it, once it has a slot, or needs none."""
-        assert self._update is not None
-        return self._update
-
-    def move_to(self, slot: Tensor | None) -> None:
-        """Use another slot (1-D uint8) from now on; nothing of this bucket may be in flight.
-        None: it has no host copy."""
-        is_same = slot is None or (
-            self._slot is not None and slot.data_ptr() == self._slot.data_ptr()
-        )
-        if self._update is not None and is_same:
-            return
-        self._slot = slot
-        if slot is not None:
-            self.block.place([slot[s.slot_start : s.slot_start + s.n_bytes] for s in self._spans])
-        view = self._state if slot is None else self._view
-        if self._update is not None:
-            self._update.bind(view, self._remainder())
-        elif self._make_update is not None:
-            self._update = self._make_update(view=view, flat_remainder=self._remainder())
-            self._make_update = None  # it keeps the optimizer
-
-    def _view(self, slice_: Slice, kind: Kind, numel: int) -> Tensor:
-        assert self._slot is not None
-        span = self._by_kind[kind]
-        start, stop = kind_range(slice_, kind, numel, self._layout.offsets)
-        shift = span.slot_start - span.arena_start
-        return self._slot[start + shift : stop + shift].view(kind.dtype)
-
-    def _remainder(self) -> Tensor | None:
-        if self._slot is None or not self._has_remainder:
-            return None
-        span = self._by_kind[REMAINDER_KIND]
-        flat = self._slot[span.slot_start : span.slot_start + span.n_bytes]
-        return flat.view(span.kind.dtype)
-
-
-def state_of(params: Sequence[ParamState]) -> StateView:
-    """Views of the parameters' own state tensors."""
-
-    def view(slice_: Slice, kind: Kind, numel: int) -> Tensor:
-        index = slice_.spec.index
-        start, stop = kind_range(slice_, kind, numel, {(index, kind.name): 0})
-        state = params[index].tensors[kind.name].detach()  # a view would keep the tensor
-        return state[start // kind.itemsize : stop // kind.itemsize]
-
-    return view
 
 
 class Ring:
@@ -208,7 +106,7 @@ class Ring:
         self._deadlines = [*(index for index in self._deadlines if index < count), *added]
         self._ranks = [*self._ranks[:count], *added]
         self.sizes = {
-            index: device_bytes_of(bucket.bucket)
+            index: bucket.device_bytes
             for index, bucket in enumerate(buckets)
             if bucket.has_host_copy
         }
@@ -226,7 +124,7 @@ class Ring:
             Visit(
                 ready_ms=max(ready_ms[index] for index in bucket.indices),
                 rank=min(ranks[index] for index in bucket.indices),
-                cost_ms=bucket.bucket.state_bytes * ms_per_byte if i in travelling else 0,
+                cost_ms=bucket.n_bytes * ms_per_byte if i in travelling else 0,
             )
             for i, bucket in enumerate(self.buckets)
         ]
@@ -301,7 +199,7 @@ class Ring:
         for index, bucket in enumerate(self.buckets):  # slices of a parameter are made in order
             slot = self._use.slots[self._positions[index]]
             if slot is not None:
-                bucket.block.forget()
+                bucket.forget()
             bucket.move_to(self.staying.get(index) if slot is None else self.slots[slot])
 
     @property
@@ -349,7 +247,7 @@ class Ring:
             if all(gradient is None for gradient in gradients):
                 bucket.updated = None
                 if self._use.slots[self._head] is not None:
-                    bucket.block.forget()
+                    bucket.forget()
                 self._head += 1
                 continue
             for index in bucket.indices:
@@ -377,28 +275,44 @@ class Ring:
     def _fetch(self, position: int) -> None:
         """Enqueue the transfer of a position of this iteration, unless its state is there."""
         index, slot = self.order[position], self._use.slots[position]
-        bucket = self.buckets[index]
-        if slot is None and bucket.block.residence is not Residence.HOST:
-            return
-        self.link.fetch(bucket.block, after=() if slot is None else (self._free[slot],))
-        self._fetched_bytes += bucket.bucket.state_bytes
+        blocks = self.buckets[index].blocks
+        if slot is not None:
+            after = [self._free[slot]]
+        else:
+            blocks = [block for block in blocks if block.residence is Residence.HOST]
+            after = [block.stored for block in blocks]
+        if blocks:
+            self.link.fetch(*blocks, after=after)
+            self._fetched_bytes += sum(block.n_bytes for block in blocks)
 
     def _step(self, bucket: RingBucket, gradients: list[Tensor | None], work: Work) -> None:
-        block, slot = bucket.block, self._use.slots[self._head]
-        if block.residence is Residence.FETCHING:
-            assert block.arrived is not None
-            self.link.update.wait(block.arrived)
+        slot = self._use.slots[self._head]
+        for event in dict.fromkeys(map(self._ready, bucket.blocks)):
+            if event is not None:
+                self.link.update.wait(event)
         with span("update"):
             self.link.update.launch(bucket.update.run, gradients, work.snapshot)
         bucket.updated = self.link.update.record()
-        block.changed(bucket.updated)
+        for block in bucket.blocks:
+            block.changed(bucket.updated)
+        if leaving := bucket.blocks[slot is None :]:
+            stored = self.link.store(*leaving)
+            self._moved_bytes += sum(block.n_bytes for block in leaving)
         if slot is not None:
-            self._free[slot] = self.link.store(block)
-            self._moved_bytes += bucket.bucket.state_bytes
+            self._free[slot] = stored
             if self._travelled % MARK_EVERY == 0:
                 self._marks.append((self._moved_bytes, self.link.time_stores()))
             self._travelled += 1
         self._head += 1
+
+    def _ready(self, block: Block) -> Event | None:
+        """After it, an update may read and write what the device has of the block."""
+        if block.residence is Residence.HOST:  # a weight that was written since it was fetched
+            self.link.fetch(block, after=(block.arrived,))
+            self._fetched_bytes += block.n_bytes
+        if block.residence is Residence.STORING:
+            return block.stored
+        return block.arrived if block.residence is Residence.FETCHING else None
 
     def _end(self) -> None:
         self.marks, self._marks = self._marks, []
@@ -432,7 +346,7 @@ class Ring:
 
     def _forget(self) -> None:
         for index in self.sizes:
-            self.buckets[index].block.forget()
+            self.buckets[index].forget()
         self.link.keep_order()  # turns that are made again have the same targets
 
     def abort(self) -> None:
@@ -447,6 +361,9 @@ class Ring:
 
     def close(self) -> None:
         """Let go of all memory; nothing else may be called then."""
+        for bucket in self.buckets:  # weights may outlive it
+            bucket.weights.forget()
+            bucket.weights.place(())
         self.buckets, self.slots, self.staying, self.order = [], [], {}, []
 
     def finish_transfers(self) -> None:

@@ -1,7 +1,8 @@
 """The update of one bucket: masters are unpacked, the shadow steps, masters are packed.
 
-Serves the resident lane (state views on the device), the streamed lane (views of a slot) and the
-host lane (views of host memory, and copies of the shards there).
+Serves the resident lane (state views on the device), the streamed lane (views of a slot, and of
+shards that come with the state) and the host lane (views of host memory, and copies of the shards
+there).
 Where it can, one kernel does everything: see :mod:`.one_kernel`.
 """
 
@@ -139,7 +140,8 @@ class BucketUpdate:
         view: where the state of a slice lies; see :meth:`bind`.
         scratch: shared by all buckets that are updated on one stream.
         flat_remainder: see :meth:`bind`.
-        host_shards: on the CPU, what is read and written instead of the shards, per slice: 1-D.
+        shards: see :meth:`bind`.
+        on_host: whether it runs on the CPU for parameters of a device.
     """
 
     def __init__(
@@ -151,16 +153,19 @@ class BucketUpdate:
         scratch: Scratch,
         *,
         flat_remainder: Tensor | None = None,
-        host_shards: list[Tensor] | None = None,
+        shards: Sequence[Tensor | None] | None = None,
+        on_host: bool = False,
     ) -> None:
         first = params[bucket.slices[0].spec.index]
         self.bucket = bucket
         self._form = first.form
         self._whole_master = Kind(MasterForm.WHOLE.value, first.compute_dtype)
         self._is_shaped = not first.schema.elementwise
-        self._shards = host_shards or [
+        self._shards = [
             dtensor.local(params[s.spec.index].parameter).view(-1)[s.start : s.stop]
-            for s in bucket.slices
+            if given is None
+            else given
+            for s, given in zip(bucket.slices, shards or [None] * len(bucket.slices), strict=True)
         ]
         self._masters: list[Tensor] = self._shards
         self._gradients: list[Tensor] | None = None  # in the compute dtype
@@ -176,13 +181,18 @@ class BucketUpdate:
             for s, master, values in zip(bucket.slices, self._masters, unpacked, strict=True)
         ]
         self._bind_state(view, flat_remainder)
-        self._shadow = Shadow(optimizer, self.slices, on_host=host_shards is not None)
+        self._shadow = Shadow(optimizer, self.slices, on_host=on_host)
         unpacks = self._form is MasterForm.REMAINDER or bool(first.moments)
         has_kernel = unpacks and self._form is not MasterForm.WHOLE
         if has_kernel and OneKernelAdam.is_for(optimizer, self.slices):
             self._reduced = self._one_kernel(view)
 
-    def bind(self, view: StateView, flat_remainder: Tensor | None = None) -> None:
+    def bind(
+        self,
+        view: StateView,
+        flat_remainder: Tensor | None = None,
+        shards: Sequence[Tensor | None] | None = None,
+    ) -> None:
         """Point the update at state in other memory: another slot. Nothing may be in flight.
 
         State of like kinds, remainders and whole masters are looked up again; scalars such as
@@ -192,7 +202,13 @@ class BucketUpdate:
             view: (slice, kind, elements of the kind in the parameter) -> 1-D view of the state.
             flat_remainder: all remainders of the bucket as one view, laid out like scratch
                 memory: many small shards are then unpacked by one kernel.
+            shards: per slice what is read and written in place of the shard, 1-D; None: the shard.
         """
+        for index, shard in enumerate(shards or ()):
+            if shard is not None:
+                self._shards[index] = shard
+                if self._form is MasterForm.SHARD:  # self._masters is the same list
+                    self.slices[index].tensor = shaped(self.slices[index].param, shard)
         self._bind_state(view, flat_remainder)
         self._shadow.rebind()
         if self._reduced is not None:

@@ -55,6 +55,7 @@ class ParamState:
     form: MasterForm
     memory: tuple[int, int]  # of the shard, see dtensor.memory_of; updates are in place
     moments: tuple[Moment, ...] = ()  # like kinds that are kept in fewer bits
+    host_shard: Tensor | None = None  # 1-D, where the weight lives in host memory
     tensors: dict[str, Tensor] = field(default_factory=dict)  # 1-D, numel of the kind
     slices: list[SliceState] = field(default_factory=list)
 
