@@ -9,8 +9,8 @@ from tests.helpers.scripts import Launch
 
 
 def test_measures_stay_below_what_they_are() -> None:
-    assert house.lines() <= 23_632 + 450  # trained weights in host memory
-    assert house.statements() <= 12_190 + 230  # the same
+    assert house.lines() <= 23_637 + 450  # trained weights in host memory
+    assert house.statements() <= 12_193 + 230  # the same
     assert len(house.sources()) <= 116 + 5
     assert house.long_files() == {}
     assert len(house.files_in_root()) <= 2

@@ -53,6 +53,11 @@ class Figures:
     n_bytes: int = 0
     seconds: float = 0.0  # from the first copy's start to the last one's end, on the device
 
+    @property
+    def gb_per_second(self) -> float:
+        """10**9 bytes per second; 0 where nothing was copied."""
+        return self.n_bytes / self.seconds / 1e9 if self.seconds else 0.0
+
 
 class _Copies(NamedTuple):
     """The copies of one kind."""
