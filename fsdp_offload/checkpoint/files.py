@@ -64,12 +64,6 @@ _Result = TypeVar("_Result")
 # --------------------------------------------------------------------------- bytes
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """View the memory of a contiguous tensor as 1-D uint8."""
-    # One element may have any stride, which view() to another dtype refuses.
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
 def without_class(tensor: Tensor) -> Tensor:
     """View a dense tensor as one of no subclass.
 
@@ -156,11 +150,6 @@ def fsync_folder(folder: Path) -> None:
 
 
 # --------------------------------------------------------------------------- items and table
-
-
-def aligned(nbytes: int) -> int:
-    """Round ``nbytes`` up to a multiple of the alignment."""
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class _Sink:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 
@@ -193,14 +193,12 @@ class OffloadConfig:
         offload_fraction: float | None = None,
         device_memory: int | str = "auto",
         host_memory: int | str | None = None,
-        update_on: str = "device",
-        overlap: str | None = None,
         moments: torch.dtype | str | None = None,
         master_weights: bool = True,
-        offload: str = "state",
         transfer: TransferConfig | None = None,
+        **others: Any,
     ) -> OffloadConfig:
-        """Check the user's arguments together.
+        """Check the user's arguments together; ``others`` are fields as they are.
 
         Raises:
             ConfigError: a value is out of range, unknown, or contradicts another.
@@ -217,12 +215,10 @@ class OffloadConfig:
         return cls(
             offload_fraction=1.0 if offload_fraction is None else offload_fraction,
             device_memory=memory,
-            update_on=update_on,
-            overlap=overlap,
             moments=_moments_meant(moments, master_weights),
             master_weights=master_weights,
-            offload=offload,
             transfer=_with_host_memory(transfer or TransferConfig(), host_memory),
+            **others,
         )
 
     def __post_init__(self) -> None:

@@ -108,18 +108,6 @@ def test_buckets_are_offered_once_as_their_gradients_arrive(job: Job) -> None:
         job.check()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_parameters_without_a_gradient_are_left_alone(dtype: torch.dtype) -> None:
-    """Of a bucket that others are updated in, too; later they go on from where they were."""
-    job = Job(dtype)
-    for step, absent in enumerate(({0}, {1, 2, 5}, set(range(6)), set[int]())):
-        job.offer_all(job.work(step, frozenset(absent)))
-        job.lane.synchronize()
-        job.plain.step()
-        job.check()
-    job.optimizer.close()
-
-
 def test_gradients_may_be_of_more_bits_than_weights_but_not_than_updates() -> None:
     """FSDP2 and Megatron-FSDP can reduce in fp32 what is kept in bf16."""
     job = Job(torch.bfloat16)
