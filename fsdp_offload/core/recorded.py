@@ -15,13 +15,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .backend import Event
 from .gated import GatedShard
+
+ORDERS: Final = (2.0, torch.inf)
+"""Of the norms that are recorded."""
 
 
 class Operation(NamedTuple):
@@ -42,21 +45,16 @@ def apply_all(pending: Sequence[tuple[Sequence[Tensor], Operations]]) -> None:
             operation.apply(list(tensors), *operation.operands)
 
 
-def _each(func: Callable[..., object], tensors: list[Tensor], factor: Any) -> None:
+def _each(func: Callable[..., object], tensors: list[Tensor], *operands: Any) -> None:
     for tensor in tensors:
-        func(tensor, factor)
+        func(tensor, *operands)
 
 
 def _unscale(func: Callable[..., object], tensors: list[Tensor], inverse: Tensor) -> None:
     func(tensors, torch.zeros_like(inverse), inverse)
 
 
-def _fill_with_zeros(tensors: list[Tensor]) -> None:
-    for tensor in tensors:
-        tensor.zero_()
-
-
-_ZERO: Final = Operation(_fill_with_zeros)
+_ZERO: Final = Operation(functools.partial(_each, Tensor.zero_))
 
 
 @dataclass
@@ -64,18 +62,11 @@ class Place:
     """A gradient's values in host memory."""
 
     host: Tensor  # of the shard's shape and dtype
-    start: int  # byte, in the memory that gradients share which leave together
-    stored: Event  # after it, they are there
+    start: int  # byte, in the memory of gradients that leave together
+    norms: Tensor  # one of each order, on the device; the next reduction writes into it
+    normed: Event  # after it, the norms are there
+    stored: Event  # after it, the values are
     read: Event | None = None  # after it, the memory may be written into
-
-
-@dataclass(frozen=True)
-class Norms:
-    """Of several gradients, computed when they were reduced."""
-
-    values: Tensor  # a row per order, a column per gradient; the next reduction writes into it
-    rows: dict[float, int]  # by order
-    ready: Event
 
 
 class Taken(NamedTuple):
@@ -85,60 +76,48 @@ class Taken(NamedTuple):
     operations: Operations
 
 
-class Home(Protocol):
-    """What moves the values."""
-
-    def fetch(self, record: Record) -> Tensor:
-        """A copy of the stored values, like the shard, for uses on the current stream."""
-        ...
-
-    def wait(self, event: Event) -> None:
-        """Let the current stream wait."""
-        ...
-
-
 class Record:
-    """One gradient in host memory; the :class:`.Keeper` of what stands for it."""
+    """One gradient in host memory; the :class:`.Keeper` of what stands for it.
 
-    def __init__(self, home: Home, place: Place, norms: Norms, column: int) -> None:
-        self._home, self._copied_version = home, 0
-        self.version = 0  # of writes that were noted
-        self.store(place, norms, column)
+    Args:
+        fetch: gives a copy of what is at the place, for uses on the current stream.
+        wait: lets the current stream wait.
+        place: see :meth:`store`.
+    """
 
-    def store(self, place: Place, norms: Norms, column: int) -> None:
+    def __init__(
+        self, fetch: Callable[[Record], Tensor], wait: Callable[[Event], None], place: Place
+    ) -> None:
+        self.fetch, self.wait = fetch, wait
+        self._copied_version = self.version = 0  # the latter counts what was noted
+        self.store(place)
+
+    def store(self, place: Place) -> None:
         """The values are there from now on."""
-        self.place, self.operations = place, Operations()
-        self._norms: tuple[Norms, int] | None = (norms, column)
+        self.place, self.operations, self._has_norms = place, Operations(), True
         self.real: Tensor | None = None  # the values, while they are on the device
         self.version += 1
 
     def note(self, *operations: Operation) -> None:
-        """Something was done to the gradient in place, while its values are away."""
-        self.operations, self._norms = operations, None
+        """These were done to the gradient in place, while its values are away."""
+        self.operations, self._has_norms = operations, False
         self.version += 1
 
-    def keep(self, values: Tensor) -> None:
-        """Have these stored values, and what was noted since, on the device."""
+    def keep(self, values: Tensor) -> Tensor:
+        """Have what was stored, and do what was noted since, on the device."""
         apply_all([([values], self.operations)])
-        self._pin(values)
-
-    def _pin(self, values: Tensor) -> None:
-        self.real, self.operations, self._norms = values, (), None
+        self.real, self.operations, self._has_norms = values, (), False
+        return values
 
     @property
     def is_zero(self) -> bool:
         """Whether the stored values are of no use any more."""
         return self.operations[:1] == (_ZERO,)
 
-    def norm(self, order: float, copies: dict[int, Tensor]) -> Tensor | None:
-        """As it was recorded; ``copies``: of :attr:`Norms.values`, by identity."""
-        if self._norms is None or order not in self._norms[0].rows:
-            return None
-        norms, column = self._norms
-        if id(norms) not in copies:
-            self._home.wait(norms.ready)
-            copies[id(norms)] = norms.values.clone()
-        return copies[id(norms)][norms.rows[order], column]
+    def norm(self, order: float) -> Tensor | None:
+        """As it was recorded: 0-dim, behind ``normed``, in memory that is used again."""
+        is_known = self._has_norms and order in ORDERS
+        return self.place.norms[ORDERS.index(order)] if is_known else None
 
     # ------------------------------------------------------------------ Keeper
 
@@ -146,7 +125,7 @@ class Record:
         """See :class:`.Keeper`."""
         if self.real is not None:
             return self.real
-        values = self._home.fetch(self)
+        values = self.fetch(self)
         apply_all([([values], self.operations)])
         self._copied_version = values._version
         return values
@@ -154,18 +133,16 @@ class Record:
     def used(self, shard: Tensor, *, is_shared: bool) -> None:
         """See :class:`.Keeper`."""
         if shard is not self.real and (is_shared or shard._version != self._copied_version):
-            self._pin(shard)
-
-    def local(self) -> Tensor:
-        """See :class:`.Keeper`. On the device: there is no view of host memory to write to."""
-        self.bring_back()
-        assert self.real is not None
-        return self.real
+            self.operations = ()
+            self.keep(shard)
 
     def bring_back(self) -> None:
         """See :class:`.Keeper`."""
-        if self.real is None:
-            self.keep(self._home.fetch(self))
+        self.local()
+
+    def local(self) -> Tensor:
+        """See :class:`.Keeper`. On the device: there is no view of host memory to write to."""
+        return self.keep(self.fetch(self)) if self.real is None else self.real
 
 
 class RecordedShard(GatedShard):
@@ -196,85 +173,94 @@ def record_of(tensor: object) -> Record | None:
 # --------------------------------------------------------------------------- answers
 
 
-def _here(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Those that are on the device."""
-    found = ((tensor, record_of(tensor)) for tensor in tensors)
-    here = (tensor if record is None else record.real for tensor, record in found)
-    return [each for each in here if each is not None]
+def _split(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Record]]:
+    """Those that are on the device, and the others."""
+    here, away = list[Tensor](), list[Record]()
+    for tensor in tensors:
+        record = record_of(tensor)
+        if record is not None and record.real is None:
+            away.append(record)
+        else:
+            here.append(tensor if record is None or record.real is None else record.real)
+    return here, away
 
 
-def _away(tensors: Sequence[Tensor]) -> list[Record]:
-    """The others."""
-    found = (record_of(tensor) for tensor in tensors)
-    return [record for record in found if record is not None and record.real is None]
+def _are_alike(tensors: Sequence[Tensor], dtype: object = None) -> bool:
+    """Else torch takes another kernel for all of a list."""
+    return dtype is None and len({tensor.dtype for tensor in tensors}) == 1
 
 
 def _norms(func: Any, tensors: list[Tensor], ord: Any = 2, dtype: Any = None) -> Any:
-    if dtype is not None:
+    if not _are_alike(tensors, dtype):
         return NotImplemented
-    here, copies = _here(tensors), dict[int, Tensor]()
-    computed = iter(func(here, ord) if here else ())
-    norms = []
-    for tensor in tensors:
-        if not (records := _away([tensor])):
-            norms.append(next(computed))
-        elif (recorded := records[0].norm(float(ord), copies)) is not None:
-            norms.append(recorded)
-        else:  # after GradScaler, or a second clipping: one copy at a time, and none is kept
-            norms += func([records[0].take()], ord)
-    return norms
+    here, away = _split(tensors)
+    recorded = _recorded(away, float(ord))
+    known = [each for each in recorded if each is not None]
+    copies = iter(torch.stack(known).unbind() if known else ())
+    # After GradScaler, or a second clipping: one copy at a time, and none is kept.
+    pairs = zip(away, recorded, strict=True)
+    of_away = iter([func([r.take()], ord)[0] if n is None else next(copies) for r, n in pairs])
+    of_here = iter(func(here, ord) if here else ())
+    return [next(of_away if _split([tensor])[1] else of_here) for tensor in tensors]
+
+
+def _recorded(away: Sequence[Record], order: float) -> list[Tensor | None]:
+    """Norms that the current stream may read."""
+    for event, record in {record.place.normed: record for record in away}.items():
+        record.wait(event)
+    return [record.norm(order) for record in away]
 
 
 def _is_scalar(factor: object) -> bool:
     return type(factor) in (int, float) or (type(factor) is Tensor and factor.dim() == 0)
 
 
-def _note(tensors: Sequence[Tensor], operation: Operation) -> None:
-    copied = (each.clone() if isinstance(each, Tensor) else each for each in operation.operands)
-    noted = operation._replace(operands=tuple(copied))
-    for record in _away(tensors):
+def _note(away: Sequence[Record], apply: Callable[..., object], operand: Any) -> None:
+    noted = Operation(apply, (operand.clone() if isinstance(operand, Tensor) else operand,))
+    for record in away:
         record.note(*record.operations, noted)
 
 
 def _scale_all(func: Any, tensors: list[Tensor], factor: Any) -> Any:
-    # Of several dtypes torch takes another kernel for all.
-    if not _is_scalar(factor) or len({tensor.dtype for tensor in tensors}) > 1:
+    if not _is_scalar(factor) or not _are_alike(tensors):
         return NotImplemented
-    if here := _here(tensors):
+    here, away = _split(tensors)
+    if here:
         func(here, factor)
-    return _note(tensors, Operation(func, (factor,)))
+    return _note(away, func, factor)
 
 
 def _scale(func: Any, tensor: Tensor, factor: Any, **options: Any) -> Any:
-    if options or not _is_scalar(factor) or not _away([tensor]):
+    _, away = _split([tensor])
+    if options or not _is_scalar(factor) or not away:
         return NotImplemented
-    _note([tensor], Operation(functools.partial(_each, func), (factor,)))
+    _note(away, functools.partial(_each, func), factor)
     return tensor
 
 
 def _check_and_unscale(func: Any, tensors: list[Tensor], found: Tensor, inverse: Tensor) -> Any:
     """The largest element tells of all that are not finite; a norm of order 2 may overflow."""
-    copies = dict[int, Tensor]()
-    largest = [record.norm(torch.inf, copies) for record in _away(tensors)]
-    known = [each for each in largest if each is not None]
+    _, away = _split(tensors)
+    known = [norm for norm in _recorded(away, torch.inf) if norm is not None]
     if len(known) < len(tensors):
         return NotImplemented
     found.copy_(torch.maximum(found, (~torch.stack(known).isfinite()).any().to(found)))
-    return _note(tensors, Operation(functools.partial(_unscale, func), (inverse,)))
-
-
-def _zero(func: Any, tensor: Tensor) -> Any:
-    if not (records := _away([tensor])):
-        return NotImplemented
-    records[0].note(_ZERO)
-    return tensor
+    return _note(away, functools.partial(_unscale, func), inverse)
 
 
 def _zero_all(func: Any, tensors: list[Tensor]) -> None:
-    if here := _here(tensors):
+    here, away = _split(tensors)
+    if here:
         func(here)
-    for record in _away(tensors):
+    for record in away:
         record.note(_ZERO)
+
+
+def _zero(func: Any, tensor: Tensor) -> Any:
+    if not _split([tensor])[1]:
+        return NotImplemented
+    _zero_all(func, [tensor])
+    return tensor
 
 
 def _like(func: Any, tensor: Tensor, **options: Any) -> Tensor:

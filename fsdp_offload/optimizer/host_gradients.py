@@ -26,7 +26,7 @@ from ..core.backend import TURN_BYTES, Backend, Event, Stream
 from ..core.config import OffloadConfig, align
 from ..core.errors import DeviceError, check_open
 from ..core.fsdp import Group
-from ..core.recorded import Norms, Place, Record, RecordedShard
+from ..core.recorded import ORDERS, Place, Record, RecordedShard
 from ..core.storage import identity
 from ..link import Block, HostPool, Link, Residence
 from .gradient_slots import GradientSlots
@@ -36,46 +36,52 @@ HELD: Final = 2
 _ALIGNMENT: Final = 256
 """Bytes. Modulo this a gradient has the same address on the device, before and after, as in host
 memory: kernels of norms add in an order that depends on it."""
-_ORDERS: Final = {2.0: 0, torch.inf: 1}
 
 
 class Fetched(NamedTuple):
     """Gradients of one group on their way to the device."""
 
-    values: dict[Record, Tensor]
-    arrived: Event | None
+    group: int = -1
+    values: dict[Record, Tensor] = {}  # noqa: RUF012
+    arrived: Event | None = None
 
 
 class Mover:
-    """Copies of gradients to host memory and back; what stands for them keeps it alive."""
+    """Copies gradients to host memory and back; what stands for them keeps it alive."""
 
     def __init__(self, backend: Backend, config: OffloadConfig) -> None:
-        self.backend = backend
+        self.backend, self._pid = backend, os.getpid()
         self.pool = HostPool("HybridDeviceOptimizer: gradients", backend, config.transfer)
         self.link = Link(backend, "gradients", turn_bytes=TURN_BYTES)
-        self._pid = os.getpid()
 
     def wait(self, event: Event | None) -> None:
-        """See :class:`..core.recorded.Home`."""
+        """Let the current stream wait."""
         if event is not None:
             self.backend.current_stream().wait(event)
 
     def fetch(self, record: Record) -> Tensor:
-        """See :class:`..core.recorded.Home`."""
-        values, arrived = self.start([record])
-        self.wait(arrived)
-        return values[record]
+        """A copy of what a record's place has, for uses on the current stream."""
+        fetched = self.start([record])
+        self.wait(fetched.arrived)
+        return fetched.values[record]
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def start(self, records: Sequence[Record]) -> Fetched:
+    def start(self, records: Sequence[Record], group: int = -1) -> Fetched:
         """Enqueue one copy of what lies in host memory from the first record to the last.
 
         Raises:
             ClosedError: in a forked process, which has not got that memory.
+            DeviceError: in a CUDA graph capture.
             torch.OutOfMemoryError: of the device.
         """
         check_open("a gradient in host memory", self._pid, is_closed=False)
+        if self.backend.is_capturing():
+            raise DeviceError(
+                "a gradient in host memory, in a CUDA graph capture",
+                reason="a replay would not fetch it",
+                remedy='call zero_grad() before the capture, or use offload="state"',
+            )
         places = sorted((record.place for record in records), key=lambda place: place.start)
         start, first = places[0].start, places[0].host.view(-1).view(torch.uint8)
         n_bytes = max(place.start + place.host.nbytes for place in places) - start
@@ -91,7 +97,7 @@ class Mover:
         for record in records:
             at, host = record.place.start - start, record.place.host
             values[record] = memory[at : at + host.nbytes].view(host.dtype).view(host.shape)
-        return Fetched(values, arrived)
+        return Fetched(group, values, arrived)
 
 
 class Store:
@@ -100,38 +106,40 @@ class Store:
     Args:
         group: FSDP2's.
         leaves: of its parameters, whether their gradients leave.
+        device: where the gradients are reduced.
     """
 
-    def __init__(self, group: Group, leaves: Sequence[bool]) -> None:
+    def __init__(self, group: Group, leaves: Sequence[bool], device: torch.device) -> None:
         self.group, self._leaves = group, leaves
-        self._starts, at = list[int](), _ALIGNMENT
-        for numel, parameter in zip(group.padded_numels, group.parameters, strict=True):
+        parameters, self._starts, at = group.parameters, list[int](), _ALIGNMENT
+        for numel, parameter in zip(group.padded_numels, parameters, strict=True):
             self._starts.append(at)
             at += align(numel * parameter.itemsize, _ALIGNMENT) + _ALIGNMENT
         self.n_bytes = at
         self.host: Tensor  # 1-D uint8, of so many bytes
-        self.norms: Tensor  # one column per parameter
+        shape = (len(parameters), len(ORDERS))
+        self.norms = torch.zeros(shape, dtype=parameters[0].dtype, device=device)
         self.places: list[Place] = []  # of what it has
         self.records: list[weakref.ref[Record]] = []
         self.returned: dict[int, Record] = {}  # by the identities of shards that were fetched
 
     def recorded(self) -> list[tuple[DTensor, Record]]:
-        """Gradients that are not on the device as ``.grad``."""
+        """Gradients that have left."""
         gradients = (parameter.grad for parameter in self.group.parameters)
         pairs = ((g, dtensor.record(g)) for g in gradients if isinstance(g, DTensor))
         return [(gradient, record) for gradient, record in pairs if record is not None]
 
-    def reduced(self) -> list[tuple[int, DTensor, Tensor]]:
-        """Gradients that are to leave, each with its shard."""
-        found = []
+    def reduced(self) -> dict[int, tuple[DTensor, Tensor]]:
+        """Gradients that are to leave, each with its shard, by position in the group."""
+        found = {}
         for index, parameter in enumerate(self.group.parameters):
             gradient = parameter.grad
             if not self._leaves[index] or not isinstance(gradient, DTensor):
                 continue
-            shard = dtensor.with_history(gradient)
+            shard, norms = dtensor.with_history(gradient), self.norms
             is_plain = type(shard) is Tensor and shard.is_contiguous() and not shard.requires_grad
-            if is_plain and shard.dtype == self.norms.dtype and shard.device == self.norms.device:
-                found.append((index, gradient, shard))
+            if is_plain and (shard.dtype, shard.device) == (norms.dtype, norms.device):
+                found[index] = gradient, shard
         return found
 
     def bring_back(self) -> None:
@@ -140,24 +148,24 @@ class Store:
             if (record := find()) is not None:
                 record.bring_back()
 
-    def place(self, shards: Sequence[tuple[int, Tensor]]) -> tuple[list[int], Block]:
+    def place(self, shards: dict[int, Tensor]) -> tuple[list[int], Block]:
         """Where shards begin in host memory, and what is copied: all at once where they lie side by
         side on the device."""
-        held = [shard for _, shard in shards if shard.numel()]
+        held = [shard for shard in shards.values() if shard.numel()]
         low = min((shard.data_ptr() for shard in held), default=0)
         high = max((shard.data_ptr() + shard.nbytes for shard in held), default=0)
         shift = low % _ALIGNMENT
         is_one = len({identity(shard.untyped_storage()) for shard in held}) == 1
         if is_one and shift + high - low <= self.n_bytes:
             first = min(held, key=Tensor.data_ptr).view(-1).view(torch.uint8)
-            span = first.as_strided((high - low,), (1,))
-            starts = [shift + max(shard.data_ptr() - low, 0) for _, shard in shards]
-            hosts, devices = [self.host[shift : shift + high - low]], [span]
+            starts = [shift + max(shard.data_ptr() - low, 0) for shard in shards.values()]
+            hosts = [self.host[shift : shift + high - low]]
+            devices = [first.as_strided((high - low,), (1,))]
         else:
-            starts = [self._starts[i] + shard.data_ptr() % _ALIGNMENT for i, shard in shards]
-            pairs = zip(starts, shards, strict=True)
-            hosts = [self.host[start : start + shard.nbytes] for start, (_, shard) in pairs]
-            devices = [shard.view(-1).view(torch.uint8) for _, shard in shards]
+            starts = [self._starts[i] + each.data_ptr() % _ALIGNMENT for i, each in shards.items()]
+            devices = [shard.view(-1).view(torch.uint8) for shard in shards.values()]
+            pairs = zip(starts, devices, strict=True)
+            hosts = [self.host[start : start + each.nbytes] for start, each in pairs]
         return starts, Block(hosts, devices, Residence.DEVICE)
 
 
@@ -189,17 +197,14 @@ class HostGradients:
         self._held: deque[tuple[Event, list[Tensor]]] = deque()
         self._follows: dict[int, int] = {}  # reductions: which came after which
         self._last, self._seen = -1, set[int]()  # of this backward
-        self._ahead: tuple[int, Fetched] | None = None
-        self._stores = [Store(g, of) for g, of in zip(groups, leaves, strict=True) if any(of)]
+        self._ahead = Fetched()
+        pairs = zip(groups, leaves, strict=True)
+        self._stores = [Store(group, of, backend.device) for group, of in pairs if any(of)]
         arena, at = self.mover.pool.take(sum(store.n_bytes for store in self._stores)), 0
         for index, store in enumerate(self._stores):
-            parameters = store.group.parameters
             store.host = arena.tensor(at, store.n_bytes, torch.uint8)
-            store.norms = torch.zeros(
-                (len(_ORDERS), len(parameters)), dtype=parameters[0].dtype, device=backend.device
-            )
-            weakref.finalize(self, store.group.watch(index, self, backend))
             at += store.n_bytes
+            weakref.finalize(self, store.group.watch(index, self, backend))
 
     @property
     def host_bytes(self) -> int:
@@ -220,91 +225,77 @@ class HostGradients:
         store = self._stores[index]
         if not store.group.reduces:
             return
-        values = self._take_ahead(index) or self._arrived(self._start(index))
+        values = self._take_ahead(index)
         for gradient, record in store.recorded():
             if record.real is None:
                 record.keep(values[record] if record in values else self.mover.fetch(record))
-            assert record.real is not None
-            dtensor.put(gradient, record.real)
+            dtensor.put(gradient, record.local())
             store.returned[id(record.real)] = record
-        if index in self._seen:  # the next backward: whether there is one is not known
+        if index in self._seen:  # the next backward: whether there is one is not known before
             self.begin()
-        self._follows[self._last] = index
-        self._last = index
+        self._follows[self._last] = self._last = index
         self._seen.add(index)
         if (following := self._follows.get(index)) is not None:
-            self._ahead = following, self._start(following)
+            self._ahead = self._start(following)
 
     def _start(self, index: int) -> Fetched:
         records = [r for _, r in self._stores[index].recorded() if r.real is None]
-        if not records:
-            return Fetched({}, None)
-        if self.mover.backend.is_capturing():
-            raise DeviceError(
-                "a backward inside a CUDA graph capture",
-                reason="it adds to gradients in host memory, and a replay would not fetch them",
-                remedy='call zero_grad() before the capture, or use offload="state"',
-            )
-        return self.mover.start(records)
+        return self.mover.start(records, index) if records else Fetched()
 
-    def _arrived(self, fetched: Fetched) -> dict[Record, Tensor]:
-        self.mover.wait(fetched.arrived)
-        return fetched.values
-
-    def _take_ahead(self, index: int = -1) -> dict[Record, Tensor]:
-        """What was fetched ahead of this group; the compute stream may drop that of another."""
-        (ahead, fetched), self._ahead = self._ahead or (-1, Fetched({}, None)), None
-        values = self._arrived(fetched)
-        return values if ahead == index else {}
+    def _take_ahead(self, index: int) -> dict[Record, Tensor]:
+        """A group's gradients, fetched ahead or now; the compute stream may drop others."""
+        ahead, self._ahead = self._ahead, Fetched()
+        self.mover.wait(ahead.arrived)
+        if ahead.group != index and index >= 0:
+            ahead = self._start(index)
+            self.mover.wait(ahead.arrived)
+        return ahead.values
 
     def after_reduce(
         self, index: int, reduced: Event, stream: Stream, *, is_last: bool = True
     ) -> None:
         """See :class:`..core.fsdp.Watcher`. Let the group's gradients leave."""
-        store, backend = self._stores[index], self.mover.backend
+        store, mover = self._stores[index], self.mover
         found = store.reduced()
-        if not found or backend.is_capturing():
+        if not found or mover.backend.is_capturing():
             return
         store.bring_back()  # what others have of the last iteration
-        shards = [shard for _, _, shard in found]
-        stream.launch(compute_norms, store.norms, [column for column, _, _ in found], shards)
-        norms = Norms(store.norms, _ORDERS, stream.record())
-        starts, block = store.place([(column, shard) for column, _, shard in found])
-        stored = self.mover.link.store(block, after=[norms.ready, *{p.read for p in store.places}])
-        self._held.append((stored, shards))
-        store.places, store.records, returned = [], [], store.returned
-        store.returned = {}
-        for start, (column, gradient, shard) in zip(starts, found, strict=True):
+        shards = {index: shard for index, (_, shard) in found.items()}
+        norms = [store.norms[index] for index in shards]
+        stream.launch(compute_norms, norms, list(shards.values()))
+        normed = stream.record()
+        starts, block = store.place(shards)
+        stored = mover.link.store(block, after=[normed, *{place.read for place in store.places}])
+        self._held.append((stored, list(shards.values())))
+        returned, store.returned = store.returned, {}
+        store.places, store.records = [], []
+        for start, each, (gradient, shard) in zip(starts, norms, found.values(), strict=True):
             host = store.host[start : start + shard.nbytes].view(shard.dtype).view(shard.shape)
-            place = Place(host, start, stored)
-            record = returned.get(id(shard))
-            if record is None:
-                record = Record(self.mover, place, norms, column)
-            else:
-                record.store(place, norms, column)
+            place = Place(host, start, each, normed, stored)
+            record = returned.get(id(shard)) or Record(mover.fetch, mover.wait, place)
+            record.store(place)
             dtensor.put(gradient, RecordedShard(shard, keeper=record))
             store.places.append(place)
             store.records.append(weakref.ref(record))
-        del shard, found, shards
+        del shard, shards, found, block
         self._drop(HELD)
 
     def _drop(self, most: int) -> None:
         """Let go of gradients that were copied, and of all but so many that are being copied."""
         while self._held and (len(self._held) > most or self._held[0][0].query()):
-            stored, _ = self._held[0]
-            self.mover.wait(stored)
+            self.mover.wait(self._held[0][0])
             self._held.popleft()
 
     # ------------------------------------------------------------------ of the optimizer
 
     def begin(self) -> None:
         """The next reduction follows none."""
-        self._take_ahead()
+        self._take_ahead(-1)
         self._last, self._seen = -1, set()
 
     def finish(self) -> None:
         """Block until all gradients have left, and nothing of them is on the device."""
-        self._take_ahead()
+        self.begin()
         self.mover.link.synchronize()
         self._held.clear()
 
@@ -315,23 +306,21 @@ class HostGradients:
             torch.OutOfMemoryError: there is no room; those that have none stay as they are.
         """
         for store in self._stores:
-            for gradient, record in store.recorded():
-                record.bring_back()
-                assert record.real is not None
-                dtensor.put(gradient, record.real)
             store.bring_back()
+            for gradient, record in store.recorded():
+                dtensor.put(gradient, record.local())
         self.finish()
         self._stores = []
         self.mover.pool.close()
 
 
-def compute_norms(norms: Tensor, columns: list[int], gradients: list[Tensor]) -> None:
-    """Write norms of order 2 and infinity of gradients into columns of ``norms``."""
-    with torch.no_grad():
-        targets = [norms[0, column] for column in columns]
-        torch._foreach_copy_(targets, torch._foreach_norm(gradients, 2.0))
-        held = [each for each in zip(columns, gradients, strict=True) if each[1].numel()]
-        norms[1].zero_()  # torch has no infinity norm of an empty tensor
+@torch.no_grad()
+def compute_norms(norms: list[Tensor], gradients: list[Tensor]) -> None:
+    """Write a norm of each of :data:`ORDERS` into each of ``norms``, which are 1-D."""
+    for index, order in enumerate(ORDERS):
+        # torch has no infinity norm of an empty tensor.
+        pairs = zip(norms, gradients, strict=True)
+        held = [(norm[index], each) for norm, each in pairs if each.numel() or order == 2.0]
         if held:
-            targets = [norms[1, column] for column, _ in held]
-            torch._foreach_copy_(targets, torch._foreach_norm([g for _, g in held], torch.inf))
+            computed = torch._foreach_norm([each for _, each in held], order)
+            torch._foreach_copy_([norm for norm, _ in held], computed)

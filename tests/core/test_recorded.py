@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fsdp_offload.core.backend import Event
-from fsdp_offload.core.recorded import Norms, Place, Record, RecordedShard, apply_all, record_of
+from fsdp_offload.core.recorded import ORDERS, Place, Record, RecordedShard, apply_all, record_of
 from tests.helpers.compare import same
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -37,9 +37,6 @@ class Home:
         self.fetched.append(record)
         return record.place.host.clone()
 
-    def wait(self, event: Event) -> None:
-        self.waits.append(event)
-
 
 class Made:
     """Plain gradients, and what stands for equal ones."""
@@ -48,13 +45,15 @@ class Made:
         generator = torch.Generator().manual_seed(7)
         self.plain = [torch.randn(4, 9 + i, generator=generator).to(dtype) for i in range(count)]
         self.home = Home()
-        values = torch.stack(
-            [torch.stack(torch._foreach_norm(self.plain, p)) for p in (2, torch.inf)]
-        )
-        self.norms = Norms(values, {2.0: 0, torch.inf: 1}, Reached())
+        self.normed = Reached()
+        norms = zip(*(torch._foreach_norm(self.plain, order) for order in ORDERS), strict=True)
         self.records = [
-            Record(self.home, Place(t.clone(), 0, Reached()), self.norms, column)
-            for column, t in enumerate(self.plain)
+            Record(
+                self.home.fetch,
+                self.home.waits.append,
+                Place(t.clone(), 0, torch.stack(each), self.normed, Reached()),
+            )
+            for t, each in zip(self.plain, norms, strict=True)
         ]
         pairs = zip(self.plain, self.records, strict=True)
         self.away: list[Tensor] = [RecordedShard(t, keeper=record) for t, record in pairs]
@@ -139,9 +138,10 @@ def test_norms_are_read_behind_the_reduction_and_copied() -> None:
     made = Made()
     norms = torch._foreach_norm(made.away, 2)
     expected = copy.deepcopy(norms)
-    made.norms.values.zero_()  # the next reduction
+    for record in made.records:
+        record.place.norms.zero_()  # the next reduction
     assert same(norms, expected)
-    assert made.home.waits == [made.norms.ready]
+    assert set(made.home.waits) == {made.normed}
 
 
 def test_norms_of_some_away_and_some_on_the_device() -> None:
@@ -166,14 +166,15 @@ def test_a_second_norm_takes_one_copy_at_a_time() -> None:
 def test_a_value_that_is_not_finite_is_found(value: float) -> None:
     made = Made()
     made.plain[1][2, 3] = value
-    made.norms.values[1, 1] = value
+    made.records[1].place.norms[1] = value
     assert unscale(made.away) == unscale([each.clone() for each in made.plain]) == 1.0
     assert not made.home.fetched
 
 
 def test_a_sum_of_squares_that_overflows_is_no_infinity() -> None:
     made = Made()
-    made.norms.values[0] = torch.inf
+    for record in made.records:
+        record.place.norms[0] = torch.inf
     assert unscale(made.away) == 0.0
 
 
