@@ -19,6 +19,8 @@ kept if that use wrote into it, or if its result may share its memory, and goes 
 before the next gather. ``detach()`` and views of the same shape stand for the same weight, so a
 state dict moves nothing before its values are used.
 
+Gradients in host memory have a class of their own: :mod:`.recorded`.
+
 What ``torch.compile`` makes of a function takes its inputs apart (``__tensor_flatten__``) in each
 run, and works on plain tensors, whose addresses it takes without asking any method. So the part of
 a gated shard is the shard, and reading that waits. The part is called ``data`` because torch's
