@@ -124,10 +124,11 @@ class Store:
         self.returned: dict[int, Record] = {}  # by the identities of shards that were fetched
 
     def recorded(self) -> list[tuple[DTensor, Record]]:
-        """Gradients that have left."""
-        gradients = (parameter.grad for parameter in self.group.parameters)
-        pairs = ((g, dtensor.record(g)) for g in gradients if isinstance(g, DTensor))
-        return [(gradient, record) for gradient, record in pairs if record is not None]
+        """Gradients that have left; others may be another optimizer's."""
+        pairs = zip(self._leaves, self.group.parameters, strict=True)
+        gradients = (parameter.grad for leaves, parameter in pairs if leaves)
+        known = ((g, dtensor.record(g)) for g in gradients if isinstance(g, DTensor))
+        return [(gradient, record) for gradient, record in known if record is not None]
 
     def reduced(self) -> dict[int, tuple[DTensor, Tensor]]:
         """Gradients that are to leave, each with its shard, by position in the group."""
@@ -215,7 +216,8 @@ class HostGradients:
 
     def before_gather(self, index: int, stream: Stream) -> None:
         """See :class:`..core.fsdp.Watcher`."""
-        self._drop(len(self._held))
+        if self._held and not self.mover.backend.is_capturing():
+            self._drop(len(self._held))
 
     def after_gather(self, index: int) -> None:
         """See :class:`..core.fsdp.Watcher`."""

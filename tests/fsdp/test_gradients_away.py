@@ -321,6 +321,34 @@ def two_phases() -> None:
         check_same(one.full_tensor(), other.full_tensor(), "a weight")
 
 
+def two_optimizers() -> None:
+    """Each has gradients of the same FSDP2 groups."""
+    plain, mine = build(1), build(1)
+    seen: list[list[Any]] = []
+    for model, offload in ((plain, "state"), (mine, "all")):
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizers = [
+            HybridDeviceOptimizer(
+                torch.optim.AdamW(some, lr=0.02), model, offload=offload, device_memory=0,
+                transfer=models.TRANSFER, overlap="step",
+            )
+            for some in (trained[::2], trained[1::2])
+        ]  # fmt: skip
+        seen.append([])
+        for index in range(2 * STEPS):
+            loss_of(model, index).backward()
+            if index % 2:
+                seen[-1] += clip(model)
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        seen[-1] += whole(list(model.parameters()))
+        for optimizer in optimizers:
+            optimizer.close()
+    for one, other in zip(*seen, strict=True):
+        check_same(one, other, "beside another optimizer")
+
+
 def stay(options: dict[str, Any]) -> None:
     model = build(1)
     optimizer = wrap(model, **options)
@@ -340,7 +368,9 @@ def host_memory_is_short() -> None:
 
 
 @pytest.mark.parametrize(
-    "job", [read, keep_alias, two_phases, host_memory_is_short], ids=lambda job: job.__name__
+    "job",
+    [read, keep_alias, two_phases, two_optimizers, host_memory_is_short],
+    ids=lambda job: job.__name__,
 )
 def test_jobs(ranks: Ranks, job: Callable[[], None]) -> None:
     ranks(1).run(job)
