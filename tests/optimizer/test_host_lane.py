@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import subprocess
+import sys
 import threading
 import traceback
 import weakref
@@ -310,6 +312,24 @@ def test_ranks_of_a_host_divide_its_cores(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.setattr(logging.getLogger("fsdp_offload"), "disabled", True)
     assert host.thread_count(config()) == threads
+
+
+def test_a_process_and_its_forks_end_while_there_is_a_thread() -> None:
+    source = """
+import os, sys, torch
+from fsdp_offload import HybridDeviceOptimizer
+model = torch.nn.Linear(64, 64)
+optimizer = HybridDeviceOptimizer(torch.optim.AdamW(model.parameters()), model, update_on="host")
+model(torch.ones(1, 64)).sum().backward()
+optimizer.step()
+if (child := os.fork()) == 0:
+    sys.exit(3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=300
+    )
+    assert (run.returncode, run.stdout) == (0, "3\n"), run.stderr
 
 
 # --------------------------------------------------------------------------- beside a streamed lane
