@@ -38,7 +38,8 @@ from ..core.devices import cores_near
 from ..core.errors import LaneError, UnsupportedParameterError
 from ..core.progress import warn
 from ..core.storage import as_bytes, span
-from ..link import Block, HostRange, Link, Residence, local_ranks
+from ..link import Block, HostRange, Link, Residence, cores_per_rank
+from ..link.budget import local_ranks
 from ..plan import Bucket, Layout
 from ..update.bucket import BucketUpdate, Scratch
 from ..update.one_kernel import StepPowers
@@ -329,13 +330,12 @@ def thread_count(config: OffloadConfig) -> int:
 
     A single one is worth a warning.
     """
-    cores = len(os.sched_getaffinity(0))
-    threads = config.transfer.host_threads or max(1, cores // local_ranks())
+    threads = config.transfer.host_threads or cores_per_rank()
     if threads == 1:
         warn(
             "the host lane has 1 thread (%d cores, %d local ranks): expect about a tenth of the "
             "speed of 16; set TransferConfig(host_threads=...)",
-            cores,
+            len(os.sched_getaffinity(0)),
             local_ranks(),
         )
     return threads

@@ -24,7 +24,6 @@ from fsdp_offload.core.devices import CpuBackend
 from fsdp_offload.optimizer import host
 from fsdp_offload.optimizer.host import HostBucket, HostLane
 from fsdp_offload.update.params import Snapshot, Work
-from tests.helpers.config import config
 from tests.helpers.lanes import in_lanes
 from tests.helpers.simulator import WaitingExecutor
 
@@ -302,16 +301,6 @@ def test_a_system_that_forbids_it_is_no_error(monkeypatch: pytest.MonkeyPatch) -
     job.offer_all(job.work(0))
     job.lane.synchronize()
     job.optimizer.close()
-
-
-@pytest.mark.parametrize(("ranks", "threads"), [(1, 16), (3, 5), (16, 1), (64, 1)])
-def test_ranks_of_a_host_divide_its_cores(
-    ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    monkeypatch.setattr(logging.getLogger("fsdp_offload"), "disabled", True)
-    assert host.thread_count(config()) == threads
 
 
 def test_a_process_and_its_forks_end_while_there_is_a_thread() -> None:
