@@ -264,9 +264,9 @@ class HostLane:
             bucket.written = None
 
     def stop(self) -> None:
-        """End the thread after what it was given."""
-        with contextlib.suppress(RuntimeError):  # it is this one, which let go of the optimizer
-            self._thread.shutdown()
+        """Let the thread end after what it was given. It is not joined: a finalizer calls this, in
+        any thread, also inside of ``Thread.start()``, whose lock the join would take."""
+        self._thread.shutdown(wait=False)
 
     # ------------------------------------------------------------------ on the host thread
 

@@ -232,6 +232,15 @@ def test_a_thread_that_is_gone_is_an_error_and_no_hang(job: Job) -> None:
         job.offer_all(job.work(0))
 
 
+def test_stopping_joins_nothing(job: Job, hold: threading.Event) -> None:
+    """Finalizers stop lanes, in any thread, under any lock."""
+    written = job.offer_all(job.work(0))
+    job.lane.stop()
+    assert not written[-1].query()
+    hold.set()
+    written[-1].synchronize()
+
+
 def test_a_thread_that_cannot_set_up_is_an_error_of_the_constructor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
