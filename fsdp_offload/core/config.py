@@ -179,7 +179,7 @@ class OffloadConfig:
     """How state tensors are kept between updates. ``None``: fp32 where there is a master, else the
     shard's dtype, which is what torch would use on such a parameter. bf16, or int8 (``exp_avg``
     and ``exp_avg_sq``, with a scale per 64 elements): where the update runs in fp32, element by
-    element, and on the device. See ``docs/precision.md``."""
+    element, and on the device. See ``docs/optimizers.md``."""
     master_weights: bool = True
     """Whether parameters with bf16 or fp16 shards get an fp32 master."""
     offload: str = "state"
