@@ -21,6 +21,7 @@ from ..core.config import GIB
 from ..core.devices import backend_for
 from ..core.errors import OffloadError
 from ..core.progress import progress
+from ..link import cores_per_rank
 from ..optimizer.hybrid import HybridDeviceOptimizer
 from . import machine
 from .machine import Row
@@ -158,8 +159,7 @@ def run_rows(options: argparse.Namespace) -> Row:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     # torchrun's default is one; updates on the CPU need what there is.
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+    torch.set_num_threads(cores_per_rank())
     with machine.process_group(options.device) as device:
         job = Job.of(options)
         batches = synthetic_batches(job, device)

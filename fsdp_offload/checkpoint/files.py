@@ -48,7 +48,7 @@ from ..core.errors import (
 )
 from ..core.interrupts import held_back, let_through
 from ..core.progress import progress
-from ..link import local_ranks
+from ..link import cores_per_rank
 from ..link.link import buffers
 
 BLOCK_BYTES: Final = 8 << 20
@@ -315,12 +315,6 @@ def done(value: _Result) -> Future[_Result]:
     return future
 
 
-def thread_count() -> int:
-    """Return this rank's share of the host's cores, at most 16."""
-    cores = len(os.sched_getaffinity(0))
-    return max(1, min(MAX_THREADS, cores // local_ranks()))
-
-
 def run_all(
     jobs: Iterable[Callable[[], _Result]], *, threads: int | None = None, text: str = ""
 ) -> list[_Result]:
@@ -334,7 +328,7 @@ def run_all(
     """
     listed, turns, is_over = list(jobs), itertools.count(), threading.Event()
     results: dict[int, _Result] = {}
-    count = max(1, min(threads or thread_count(), len(listed)))
+    count = max(1, min(threads or min(MAX_THREADS, cores_per_rank()), len(listed)))
     pool, futures = ThreadPoolExecutor(count), list[ConcurrentFuture[None]]()
     with progress(len(listed) if text else 0, text, unit=" blocks") as bar, held_back():
 

@@ -38,7 +38,8 @@ from ..core.devices import cores_near
 from ..core.errors import LaneError, UnsupportedParameterError
 from ..core.progress import warn
 from ..core.storage import as_bytes, span
-from ..link import Block, HostRange, Link, Residence, local_ranks
+from ..link import Block, HostRange, Link, Residence, cores_per_rank
+from ..link.budget import local_ranks
 from ..plan import Bucket, Layout
 from ..update.bucket import BucketUpdate, Scratch
 from ..update.one_kernel import StepPowers
@@ -263,9 +264,9 @@ class HostLane:
             bucket.written = None
 
     def stop(self) -> None:
-        """End the thread after what it was given."""
-        with contextlib.suppress(RuntimeError):  # it is this one, which let go of the optimizer
-            self._thread.shutdown()
+        """Let the thread end after what it was given. It is not joined: a finalizer calls this, in
+        any thread, also inside of ``Thread.start()``, whose lock the join would take."""
+        self._thread.shutdown(wait=False)
 
     # ------------------------------------------------------------------ on the host thread
 
@@ -329,13 +330,12 @@ def thread_count(config: OffloadConfig) -> int:
 
     A single one is worth a warning.
     """
-    cores = len(os.sched_getaffinity(0))
-    threads = config.transfer.host_threads or max(1, cores // local_ranks())
+    threads = config.transfer.host_threads or cores_per_rank()
     if threads == 1:
         warn(
             "the host lane has 1 thread (%d cores, %d local ranks): expect about a tenth of the "
             "speed of 16; set TransferConfig(host_threads=...)",
-            cores,
+            len(os.sched_getaffinity(0)),
             local_ranks(),
         )
     return threads
