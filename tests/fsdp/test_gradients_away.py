@@ -7,6 +7,7 @@ import functools
 import gc
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -321,6 +322,28 @@ def two_phases() -> None:
         check_same(one.full_tensor(), other.full_tensor(), "a weight")
 
 
+def one_copy() -> None:
+    """The gradients of a group are stored, and fetched for accumulation, by one copy; the group
+    that follows is fetched ahead."""
+    model = build(1)
+    optimizer = wrap(model)
+    gradients: Any = optimizer._updates.gradients
+    link = gradients.mover.link
+    with (
+        mock.patch.object(link, "store", wraps=link.store) as store,
+        mock.patch.object(link, "fetch", wraps=link.fetch) as fetch,
+    ):
+        for index in range(3):
+            loss_of(model, index).backward()
+    groups = len(gradients._stores)
+    check(store.call_count == 3 * groups, f"{store.call_count} stores")
+    check(fetch.call_count == 2 * groups, f"{fetch.call_count} fetches")
+    calls = store.call_args_list + fetch.call_args_list
+    check(all(len(call.args[0].host) == 1 for call in calls), "several copies")
+    check(gradients._follows[3] == 2, f"{gradients._follows}")
+    optimizer.close()
+
+
 def two_optimizers() -> None:
     """Each has gradients of the same FSDP2 groups."""
     plain, mine = build(1), build(1)
@@ -369,7 +392,7 @@ def host_memory_is_short() -> None:
 
 @pytest.mark.parametrize(
     "job",
-    [read, keep_alias, two_phases, two_optimizers, host_memory_is_short],
+    [read, one_copy, keep_alias, two_phases, two_optimizers, host_memory_is_short],
     ids=lambda job: job.__name__,
 )
 def test_jobs(ranks: Ranks, job: Callable[[], None]) -> None:
