@@ -110,6 +110,11 @@ class Record:
         return values
 
     @property
+    def taken(self) -> Taken:
+        """As it is now, for an update."""
+        return Taken(self.place, self.operations)
+
+    @property
     def is_zero(self) -> bool:
         """Whether the stored values are of no use any more."""
         return self.operations[:1] == (_ZERO,)

@@ -89,19 +89,25 @@ class GradientSlots:
         self._free.append(fetched.slot)
 
     def _fetch(self, bucket: Bucket, work: Work, slot: _Slot) -> _Fetched:
-        gradients, taken, at = work.of(bucket.slices), _taken(bucket, work), 0
-        hosts, devices, noted = list[Tensor](), list[Tensor](), dict[Operations, list[Tensor]]()
+        gradients, taken, at, end = work.of(bucket.slices), _taken(bucket, work), 0, -1
+        spans = list[tuple[Tensor, int, int]]()  # from where to where; and the bytes
+        noted = dict[Operations, list[Tensor]]()
         for index, slice_ in enumerate(bucket.slices):
             host, of = gradients[index], taken.get(slice_.spec.index)
             if host is None or of is None:
                 continue
-            hosts.append(host.view(torch.uint8))
-            devices.append(slot.memory[at : at + host.nbytes])
-            at += align(host.nbytes, _ALIGNMENT)
-            gradients[index] = gradient = devices[-1].view(host.dtype)
+            if host.data_ptr() == end and spans[-1][1] + spans[-1][2] == at:
+                spans[-1] = (*spans[-1][:2], spans[-1][2] + host.nbytes)
+            else:
+                spans.append((host.view(torch.uint8), at, host.nbytes))
+            end = host.data_ptr() + host.nbytes
+            gradients[index] = gradient = slot.memory[at : at + host.nbytes].view(host.dtype)
             noted.setdefault(of.operations, []).append(gradient)
+            at += align(host.nbytes, _ALIGNMENT)
+        hosts = [host.as_strided((n_bytes,), (1,)) for host, _, n_bytes in spans]
+        block = Block(hosts, [slot.memory[at : at + n_bytes] for _, at, n_bytes in spans])
         stored = {each.place.stored for each in taken.values()}
-        arrived = self._link.fetch(Block(hosts, devices), after=[slot.free, *stored])
+        arrived = self._link.fetch(block, after=[slot.free, *stored])
         for each in taken.values():
             each.place.read = arrived
         pending = [(tensors, operations) for operations, tensors in noted.items() if operations]
