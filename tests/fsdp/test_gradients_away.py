@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_offload import HostMemoryError, HybridDeviceOptimizer, PhaseOffloader
+from fsdp_offload import DeviceMemoryError, HostMemoryError, HybridDeviceOptimizer, PhaseOffloader
 from fsdp_offload.core.recorded import RecordedShard
 from fsdp_offload.link import held_bytes
 from tests.fsdp import models
 from tests.fsdp.models import Ranks, check, check_same
 from tests.fsdp.test_overlap import loss_of, mesh_of
+from tests.fsdp.test_whole_model import twice
 
 FP32, BF16 = torch.float32, torch.bfloat16
 STEPS = 4
@@ -59,10 +60,6 @@ def whole(tensors: list[Any]) -> list[Tensor]:
 
 def clip(model: Any, **how: Any) -> list[Any]:
     return [nn.utils.clip_grad_norm_(model.parameters(), 0.05, **how).full_tensor()]
-
-
-def clip_ours(model: Any, optimizer: Any, order: float) -> list[Any]:
-    return [optimizer.clip_grad_norm_(0.05, order).full_tensor()]
 
 
 def unscale(model: Any) -> list[Any]:
@@ -135,7 +132,12 @@ BETWEEN: dict[str, Callable[..., list[Any]]] = {
     "clip by value": by_value,
     "some are missing": drop_some,
     "backward fails": fail,
+    "layers called twice": lambda model: [*twice(model, 5), *clip(model)],
 }
+
+
+OURS = {"ours": 2.0, "ours by the largest": torch.inf}
+"""Orders of norms, for the wrapper's own ``clip_grad_norm_``."""
 
 
 def train(model: Any, optimizer: Any, between: Callable[..., Any], micro: int, **how: Any) -> Any:
@@ -175,6 +177,9 @@ def train_both(
     def look(model: Any) -> list[Any]:
         if model is mine:
             looks.append(away(model))
+        if between in OURS:
+            clips = optimizer if model is mine else reference
+            return [clips.clip_grad_norm_(0.05, OURS[between]).full_tensor()]
         return BETWEEN[between](model)
 
     expected, found = (
@@ -191,7 +196,7 @@ def train_both(
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("between", list(BETWEEN))
+@pytest.mark.parametrize("between", [*BETWEEN, *OURS])
 def test_training_has_the_same_bits(ranks: Ranks, size: int, between: str) -> None:
     ranks(size).run(train_both, size, between)
 
@@ -372,6 +377,24 @@ def two_optimizers() -> None:
         check_same(one, other, "beside another optimizer")
 
 
+def no_room() -> None:
+    """Gradients that cannot come back stay where they are, and nothing is lost."""
+    plain, mine = build(1), build(1)
+    optimizer = wrap(mine)
+    backend = optimizer._updates.gradients.mover.backend  # type: ignore[union-attr]
+    for model in (plain, mine):
+        loss_of(model, 0).backward()
+    full = mock.patch.object(backend, "allocate", side_effect=torch.OutOfMemoryError("full"))
+    with full, pytest.raises(DeviceMemoryError, match="gradients"):
+        gradients(mine)[0].add_(1.0)
+    with full, pytest.raises(DeviceMemoryError, match="gradients"):
+        optimizer.close()
+    check(all(away(mine)), "away")
+    optimizer.close()
+    for one, other in zip(gradients(mine), gradients(plain), strict=True):
+        check_same(one.full_tensor(), other.full_tensor(), "a gradient")
+
+
 def stay(options: dict[str, Any]) -> None:
     model = build(1)
     optimizer = wrap(model, **options)
@@ -392,7 +415,7 @@ def host_memory_is_short() -> None:
 
 @pytest.mark.parametrize(
     "job",
-    [read, one_copy, keep_alias, two_phases, two_optimizers, host_memory_is_short],
+    [read, one_copy, keep_alias, two_phases, two_optimizers, no_room, host_memory_is_short],
     ids=lambda job: job.__name__,
 )
 def test_jobs(ranks: Ranks, job: Callable[[], None]) -> None:
