@@ -31,6 +31,7 @@ EXCEPTIONS = {
     "_make_wrapper_subclass": "torch's notes on extending it make tensors without memory so",
     "_foreach_copy_": "many copies in one call; there is no public form",
     "_foreach_mul_": "torch.optim's and clip_grad_norm_'s own operation; results have its bits",
+    "_foreach_norm": "clip_grad_norm_'s own operation; results have its bits",
     "_base": "whether a tensor is a view: in its repr, not in torch's documentation",
     "_version": "counts writes in place, as autograd does; torch's notes on autograd name it",
     "_global_optimizer_post_hooks": "an optimizer that replaces step() must call them itself",

@@ -26,12 +26,13 @@ from torch.nn.utils import get_total_norm
 
 from ..core import dtensor
 from ..core.errors import AwayError, ConfigError, NonFiniteGradientError, StateSchemaError
+from ..core.recorded import Taken, record_of
 from ..core.storage import is_empty
 from ..update.params import ParamState
 
 
-def gradient_of(param: ParamState) -> Tensor | None:
-    """This rank's gradient of a parameter: 1-D, contiguous, or None.
+def gradient_of(param: ParamState) -> Tensor | Taken | None:
+    """This rank's gradient of a parameter: 1-D, contiguous, or in host memory, or None.
 
     Raises:
         AwayError: the shard or its gradient is offloaded.
@@ -49,7 +50,8 @@ def gradient_of(param: ParamState) -> Tensor | None:
     gradient = dtensor.gradient_shard(param.parameter, param.fqn, param.info.local_shape)
     if gradient is None:
         return None
-    if is_empty(gradient):
+    record = record_of(gradient)
+    if record is None and is_empty(gradient):
         raise AwayError(
             f"the gradient of {param.fqn}",
             reason="its device memory is offloaded",
@@ -63,7 +65,13 @@ def gradient_of(param: ParamState) -> Tensor | None:
             remedy="write values in place, `with torch.no_grad(): parameter.copy_(values)`, and "
             "move the model before the optimizer is wrapped",
         )
-    return gradient.view(-1)
+    if record is None:
+        return gradient.view(-1)
+    if record.real is None:
+        return Taken(record.place, record.operations)
+    # The caller's writes have brought it to the device. Overlap closes gates of plain shards.
+    dtensor.put(param.parameter.grad, record.real)
+    return record.real.view(-1)
 
 
 def count_empty_shards(
@@ -108,7 +116,8 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
         AwayError: one is offloaded.
     """
     found = [g for p in parameters if (g := dtensor.whole_gradient(p)) is not None]
-    if any(is_empty(dtensor.local(gradient)) for gradient in found):
+    shards = (dtensor.local(gradient) for gradient in found)
+    if any(record_of(shard) is None and is_empty(shard) for shard in shards):
         raise AwayError(
             "the norm of gradients that are offloaded",
             reason="their device memory was given up",
@@ -174,7 +183,8 @@ def _norm_over(mesh: DeviceMesh | None, gradients: list[Tensor], p: float) -> Te
         if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
             gradient = gradient.redistribute(placements=replicated)
         shards_here.append(dtensor.local(gradient))
-    norms = [torch.linalg.vector_norm(shard, p) for shard in shards_here if shard.numel()]
+    held = [shard for shard in shards_here if shard.numel()]
+    norms = list(torch._foreach_norm(held, p)) if held else []
     norms.append(shards_here[0].new_full((), 0.0 if p > 0 else math.inf))
     extremum = torch.linalg.vector_norm(torch.stack(norms), p)
     for axis in range(mesh.ndim):
