@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 from collections.abc import Callable
@@ -14,9 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_offload import DeviceMemoryError, HostMemoryError, HybridDeviceOptimizer, PhaseOffloader
+from fsdp_offload import (
+    DeviceMemoryError,
+    HostMemoryError,
+    HybridDeviceOptimizer,
+    LaneError,
+    PhaseOffloader,
+)
 from fsdp_offload.core.recorded import RecordedShard
 from fsdp_offload.link import held_bytes
+from fsdp_offload.update.bucket import BucketUpdate
 from tests.fsdp import models
 from tests.fsdp.models import Ranks, check, check_same
 from tests.fsdp.test_overlap import loss_of, mesh_of
@@ -395,6 +403,30 @@ def no_room() -> None:
         check_same(one.full_tensor(), other.full_tensor(), "a gradient")
 
 
+def update_fails() -> None:
+    """More often than there are slots, each time made good by a load."""
+    plain, mine = build(1), build(1)
+    reference, optimizer = wrap(plain, offload="state"), wrap(mine)
+    state = optimizer.state_dict()
+    for _ in range(6):
+        weights = {name: value.clone() for name, value in mine.state_dict().items()}
+        saved = copy.deepcopy(
+            {"state": dict(state["state"]), "param_groups": state["param_groups"]}
+        )
+        loss_of(mine, 0).backward()
+        fails = mock.patch.object(BucketUpdate, "run", side_effect=ZeroDivisionError)
+        with fails, pytest.raises(LaneError):
+            optimizer.step()
+        mine.load_state_dict(weights)
+        optimizer.load_state_dict(saved)
+        optimizer.zero_grad()
+    for model, each in ((plain, reference), (mine, optimizer)):
+        loss_of(model, 1).backward()
+        each.step()
+    for one, other in zip(mine.parameters(), plain.parameters(), strict=True):
+        check_same(one.full_tensor(), other.full_tensor(), "a weight")
+
+
 def stay(options: dict[str, Any]) -> None:
     model = build(1)
     optimizer = wrap(model, **options)
@@ -413,11 +445,10 @@ def host_memory_is_short() -> None:
     check(held_bytes() == before, f"held: {held_bytes()}")
 
 
-@pytest.mark.parametrize(
-    "job",
-    [read, one_copy, keep_alias, two_phases, two_optimizers, no_room, host_memory_is_short],
-    ids=lambda job: job.__name__,
-)
+JOBS = (read, one_copy, keep_alias, two_phases, two_optimizers, no_room, update_fails)
+
+
+@pytest.mark.parametrize("job", [*JOBS, host_memory_is_short], ids=lambda job: job.__name__)
 def test_jobs(ranks: Ranks, job: Callable[[], None]) -> None:
     ranks(1).run(job)
 
