@@ -331,6 +331,8 @@ def two_phases() -> None:
             phases.offload().wait()
             phases.reload()
             optimizer.zero_grad()
+        phases.close()
+        optimizer.close()
     for one, other in zip(mine.parameters(), plain.parameters(), strict=True):
         check_same(one.full_tensor(), other.full_tensor(), "a weight")
 
@@ -423,6 +425,7 @@ def update_fails() -> None:
     for model, each in ((plain, reference), (mine, optimizer)):
         loss_of(model, 1).backward()
         each.step()
+        each.close()
     for one, other in zip(mine.parameters(), plain.parameters(), strict=True):
         check_same(one.full_tensor(), other.full_tensor(), "a weight")
 
@@ -440,8 +443,11 @@ def stay(options: dict[str, Any]) -> None:
 def host_memory_is_short() -> None:
     gc.collect()
     before, model = held_bytes(), build(1)
+    optimizer = wrap(model)
+    needed = sum(held_bytes().values())
+    optimizer.close()
     with pytest.raises(HostMemoryError, match="gradients"):
-        wrap(model, host_memory="100000B")
+        wrap(model, host_memory=f"{needed - 1000}B")
     check(held_bytes() == before, f"held: {held_bytes()}")
 
 
