@@ -27,13 +27,9 @@ ORDERS: Final = (2.0, torch.inf)
 """Of the norms that are recorded."""
 
 
-class Operation(NamedTuple):
-    """What was done to a gradient in place, and is still to be done to its values."""
-
-    apply: Callable[..., object]  # (tensors, *operands)
-    operands: tuple[Any, ...] = ()
-
-
+Operation = tuple[Callable[..., object], Any]
+"""What was done to gradients in place, and is still to be done to their values: a function of a
+list of them, with its operand."""
 Operations = tuple[Operation, ...]
 
 
@@ -41,20 +37,20 @@ Operations = tuple[Operation, ...]
 def apply_all(pending: Sequence[tuple[Sequence[Tensor], Operations]]) -> None:
     """Do to lists of tensors, each of one dtype, what was done to gradients."""
     for tensors, operations in pending:
-        for operation in operations:
-            operation.apply(list(tensors), *operation.operands)
+        for apply, operand in operations:
+            apply(list(tensors), operand)
 
 
-def _each(func: Callable[..., object], tensors: list[Tensor], *operands: Any) -> None:
+def _each(func: Callable[..., object], tensors: list[Tensor], factor: Any) -> None:
     for tensor in tensors:
-        func(tensor, *operands)
+        func(tensor, factor)
 
 
 def _unscale(func: Callable[..., object], tensors: list[Tensor], inverse: Tensor) -> None:
     func(tensors, torch.zeros_like(inverse), inverse)
 
 
-_ZERO: Final = Operation(functools.partial(_each, Tensor.zero_))
+_ZERO: Final = functools.partial(_each, Tensor.fill_), 0.0
 
 
 @dataclass
@@ -94,7 +90,8 @@ class Record:
 
     def store(self, place: Place) -> None:
         """The values are there from now on."""
-        self.place, self.operations, self._has_norms = place, Operations(), True
+        self.place, self._has_norms = place, True
+        self.operations: Operations = ()
         self.real: Tensor | None = None  # the values, while they are on the device
         self.version += 1
 
@@ -108,6 +105,11 @@ class Record:
         apply_all([([values], self.operations)])
         self.real, self.operations, self._has_norms = values, (), False
         return values
+
+    @property
+    def taken(self) -> Taken:
+        """As it is now, for an update."""
+        return Taken(self.place, self.operations)
 
     @property
     def is_zero(self) -> bool:
@@ -216,7 +218,7 @@ def _is_scalar(factor: object) -> bool:
 
 
 def _note(away: Sequence[Record], apply: Callable[..., object], operand: Any) -> None:
-    noted = Operation(apply, (operand.clone() if isinstance(operand, Tensor) else operand,))
+    noted = apply, operand.clone() if isinstance(operand, Tensor) else operand
     for record in away:
         record.note(*record.operations, noted)
 

@@ -27,13 +27,8 @@ COUNT: Final = 4
 _ALIGNMENT: Final = 16  # bytes, of each slice in a slot
 
 
-class _Slot:
-    def __init__(self, memory: Tensor, free: Event) -> None:
-        self.memory, self.free = memory, free
-
-
 class _Fetched(NamedTuple):
-    slot: _Slot
+    slot: Tensor
     gradients: list[Tensor | None]  # of the bucket's slices
     noted: list[tuple[list[Tensor], Operations]]
     arrived: Event
@@ -49,26 +44,27 @@ class GradientSlots:
 
     def __init__(self, backend: Backend, link: Link) -> None:
         self._backend, self._link = backend, link
-        self._slots: list[_Slot] = []
-        self._free = deque[_Slot]()
+        self._slots: list[Tensor] = []
+        self._free = deque[tuple[Tensor, Event]]()  # each after its event
         self._buckets = deque[Bucket]()  # that are still to be fetched for
         self._fetched = deque[_Fetched]()
 
     @property
     def n_bytes(self) -> int:
         """Device memory of them."""
-        return sum(slot.memory.nbytes for slot in self._slots)
+        return sum(slot.nbytes for slot in self._slots)
 
     def begin(self, buckets: Iterable[Bucket], work: Work, update: Stream) -> None:
         """These are updated on ``update`` now, in order."""
         self._buckets = deque(each for each in buckets if _taken(each, work))
+        self._free.extend((each.slot, each.arrived) for each in self._fetched)  # after a failure
+        self._fetched.clear()
         most = max((_slot_bytes(each, work) for each in self._buckets), default=-1)
-        if most > (self._slots[0].memory.nbytes if self._slots else -1):
+        if most > (self._slots[0].nbytes if self._slots else -1):
             update.synchronize()  # nothing reads those that go
-            memory = [self._backend.allocate(most) for _ in range(COUNT)]
+            self._slots = [self._backend.allocate(most) for _ in range(COUNT)]
             free = self._backend.current_stream().record()
-            self._slots = [_Slot(each, free) for each in memory]
-        self._free, self._fetched = deque(self._slots), deque()
+            self._free = deque((slot, free) for slot in self._slots)
 
     @contextlib.contextmanager
     def lending(
@@ -79,29 +75,36 @@ class GradientSlots:
             yield gradients
             return
         while self._buckets and self._free:
-            self._fetched.append(self._fetch(self._buckets.popleft(), work, self._free.popleft()))
+            self._fetched.append(self._fetch(self._buckets.popleft(), work, *self._free.popleft()))
         fetched = self._fetched.popleft()
         update.wait(fetched.arrived)
         if fetched.noted:
             update.launch(apply_all, fetched.noted)
-        yield fetched.gradients
-        fetched.slot.free = update.record()
-        self._free.append(fetched.slot)
+        try:
+            yield fetched.gradients
+        finally:
+            self._free.append((fetched.slot, update.record()))
 
-    def _fetch(self, bucket: Bucket, work: Work, slot: _Slot) -> _Fetched:
-        gradients, taken, at = work.of(bucket.slices), _taken(bucket, work), 0
-        hosts, devices, noted = list[Tensor](), list[Tensor](), dict[Operations, list[Tensor]]()
+    def _fetch(self, bucket: Bucket, work: Work, slot: Tensor, free: Event) -> _Fetched:
+        gradients, taken, at, end = work.of(bucket.slices), _taken(bucket, work), 0, -1
+        spans = list[tuple[Tensor, int, int]]()  # from where to where; and the bytes
+        noted = dict[Operations, list[Tensor]]()
         for index, slice_ in enumerate(bucket.slices):
             host, of = gradients[index], taken.get(slice_.spec.index)
             if host is None or of is None:
                 continue
-            hosts.append(host.view(torch.uint8))
-            devices.append(slot.memory[at : at + host.nbytes])
-            at += align(host.nbytes, _ALIGNMENT)
-            gradients[index] = gradient = devices[-1].view(host.dtype)
+            if host.data_ptr() == end and spans[-1][1] + spans[-1][2] == at:
+                spans[-1] = (*spans[-1][:2], spans[-1][2] + host.nbytes)
+            else:
+                spans.append((host.view(torch.uint8), at, host.nbytes))
+            end = host.data_ptr() + host.nbytes
+            gradients[index] = gradient = slot[at : at + host.nbytes].view(host.dtype)
             noted.setdefault(of.operations, []).append(gradient)
+            at += align(host.nbytes, _ALIGNMENT)
+        hosts = [host.as_strided((n_bytes,), (1,)) for host, _, n_bytes in spans]
+        block = Block(hosts, [slot[at : at + n_bytes] for _, at, n_bytes in spans])
         stored = {each.place.stored for each in taken.values()}
-        arrived = self._link.fetch(Block(hosts, devices), after=[slot.free, *stored])
+        arrived = self._link.fetch(block, after=[free, *stored])
         for each in taken.values():
             each.place.read = arrived
         pending = [(tensors, operations) for operations, tensors in noted.items() if operations]

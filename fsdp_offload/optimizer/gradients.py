@@ -47,11 +47,12 @@ def gradient_of(param: ParamState) -> Tensor | Taken | None:
             reason="its device memory is offloaded, and an update writes into it",
             remedy="reload the model first",
         )
-    gradient = dtensor.gradient_shard(param.parameter, param.fqn, param.info.local_shape)
+    gradient = taken_gradient(param.parameter) or dtensor.gradient_shard(
+        param.parameter, param.fqn, param.info.local_shape
+    )
     if gradient is None:
         return None
-    record = record_of(gradient)
-    if record is None and is_empty(gradient):
+    if isinstance(gradient, Tensor) and is_empty(gradient):
         raise AwayError(
             f"the gradient of {param.fqn}",
             reason="its device memory is offloaded",
@@ -65,13 +66,17 @@ def gradient_of(param: ParamState) -> Tensor | Taken | None:
             remedy="write values in place, `with torch.no_grad(): parameter.copy_(values)`, and "
             "move the model before the optimizer is wrapped",
         )
-    if record is None:
-        return gradient.view(-1)
-    if record.real is None:
-        return Taken(record.place, record.operations)
-    # The caller's writes have brought it to the device. Overlap closes gates of plain shards.
-    dtensor.put(param.parameter.grad, record.real)
-    return record.real.view(-1)
+    return gradient.view(-1) if isinstance(gradient, Tensor) else gradient
+
+
+def taken_gradient(parameter: Tensor) -> Taken | None:
+    """A gradient that is in host memory. What writes have brought to the device is an ordinary one
+    from here on."""
+    gradient = parameter.grad
+    record = None if gradient is None else dtensor.record(gradient)
+    if record is not None and record.real is not None:
+        dtensor.put(gradient, record.real)
+    return None if record is None or record.real is not None else record.taken
 
 
 def count_empty_shards(

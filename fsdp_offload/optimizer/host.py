@@ -199,6 +199,7 @@ class HostLane:
         self._sent: deque[_Visit] = deque()  # on their way to the host, or there
         self._free: dict[Tensor, Event] = {}  # by slot: when the last one has left it
         self._failure: LaneError | None = None
+        self._running = 0  # the thread that is in _run()
         self._work: weakref.ref[Work] | None = None  # the iteration that has begun
         self._left: list[HostBucket] = []  # buckets of it that were not offered yet
 
@@ -243,11 +244,13 @@ class HostLane:
     def synchronize(self) -> None:
         """Block until all shards are written and no copy is under way, even after a failure.
 
+        On the host thread, where a finalizer may call it, it does not wait for that thread.
+
         Raises:
             LaneError: something failed on the host thread: its cause.
         """
         try:
-            if self.last is not None:
+            if self.last is not None and self._running != threading.get_ident():
                 self.last.recorded()
         finally:
             self.link.synchronize()
@@ -274,6 +277,7 @@ class HostLane:
         """Update the bucket that was offered next; the event after which its shards are there."""
         if self._failure is not None:
             raise self._failure
+        self._running = threading.get_ident()
         try:
             with torch.no_grad():
                 self._send()
@@ -286,6 +290,7 @@ class HostLane:
             )
             raise self._failure from error
         finally:
+            self._running = 0
             visit.gradients.clear()  # nothing of a step may outlive it here
 
     def _send(self) -> None:

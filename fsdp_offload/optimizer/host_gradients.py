@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from ..core import dtensor
 from ..core.backend import TURN_BYTES, Backend, Event, Stream
 from ..core.config import OffloadConfig, align
-from ..core.errors import DeviceError, check_open
+from ..core.errors import DeviceError, DeviceMemoryError, check_open
 from ..core.fsdp import Group
 from ..core.recorded import ORDERS, Place, Record, RecordedShard
 from ..core.storage import identity
@@ -41,9 +41,12 @@ memory: kernels of norms add in an order that depends on it."""
 class Fetched(NamedTuple):
     """Gradients of one group on their way to the device."""
 
-    group: int = -1
-    values: dict[Record, Tensor] = {}  # noqa: RUF012
-    arrived: Event | None = None
+    group: int
+    values: dict[Record, Tensor]
+    arrived: Event | None
+
+
+NOTHING: Final = Fetched(-1, {}, None)
 
 
 class Mover:
@@ -65,6 +68,16 @@ class Mover:
         self.wait(fetched.arrived)
         return fetched.values[record]
 
+    def _allocate(self, n_bytes: int) -> Tensor:
+        try:
+            return self.backend.allocate(n_bytes)
+        except torch.OutOfMemoryError as error:
+            raise DeviceMemoryError(
+                f"{n_bytes} bytes on the device for gradients",
+                reason=f"there is no room ({error}); they stay in host memory",
+                remedy="free device memory and try again, or drop them by zero_grad()",
+            ) from error
+
     @torch.inference_mode(False)
     @torch.no_grad()
     def start(self, records: Sequence[Record], group: int = -1) -> Fetched:
@@ -73,7 +86,7 @@ class Mover:
         Raises:
             ClosedError: in a forked process, which has not got that memory.
             DeviceError: in a CUDA graph capture.
-            torch.OutOfMemoryError: of the device.
+            DeviceMemoryError: there is no room.
         """
         check_open("a gradient in host memory", self._pid, is_closed=False)
         if self.backend.is_capturing():
@@ -86,7 +99,7 @@ class Mover:
         start, first = places[0].start, places[0].host.view(-1).view(torch.uint8)
         n_bytes = max(place.start + place.host.nbytes for place in places) - start
         shift = start % _ALIGNMENT
-        memory, arrived = self.backend.allocate(shift + n_bytes)[shift:], None
+        memory, arrived = self._allocate(shift + n_bytes)[shift:], None
         if n_bytes and not all(record.is_zero for record in records):
             after = [self.backend.current_stream().record(), *{place.stored for place in places}]
             block = Block([first.as_strided((n_bytes,), (1,))], [memory])
@@ -198,14 +211,16 @@ class HostGradients:
         self._held: deque[tuple[Event, list[Tensor]]] = deque()
         self._follows: dict[int, int] = {}  # reductions: which came after which
         self._last, self._seen = -1, set[int]()  # of this backward
-        self._ahead = Fetched()
+        self._ahead = NOTHING
         pairs = zip(groups, leaves, strict=True)
         self._stores = [Store(group, of, backend.device) for group, of in pairs if any(of)]
         arena, at = self.mover.pool.take(sum(store.n_bytes for store in self._stores)), 0
+        self._unwatch: list[Callable[[], object]] = []
         for index, store in enumerate(self._stores):
             store.host = arena.tensor(at, store.n_bytes, torch.uint8)
             at += store.n_bytes
-            weakref.finalize(self, store.group.watch(index, self, backend))
+            ends = store.group.watch(index, self, backend)
+            self._unwatch.append(weakref.finalize(self, ends))
 
     @property
     def host_bytes(self) -> int:
@@ -227,7 +242,7 @@ class HostGradients:
         store = self._stores[index]
         if not store.group.reduces:
             return
-        values = self._take_ahead(index)
+        values, store.returned = self._take_ahead(index), {}
         for gradient, record in store.recorded():
             if record.real is None:
                 record.keep(values[record] if record in values else self.mover.fetch(record))
@@ -242,11 +257,11 @@ class HostGradients:
 
     def _start(self, index: int) -> Fetched:
         records = [r for _, r in self._stores[index].recorded() if r.real is None]
-        return self.mover.start(records, index) if records else Fetched()
+        return self.mover.start(records, index) if records else NOTHING
 
     def _take_ahead(self, index: int) -> dict[Record, Tensor]:
         """A group's gradients, fetched ahead or now; the compute stream may drop others."""
-        ahead, self._ahead = self._ahead, Fetched()
+        ahead, self._ahead = self._ahead, NOTHING
         self.mover.wait(ahead.arrived)
         if ahead.group != index and index >= 0:
             ahead = self._start(index)
@@ -305,14 +320,15 @@ class HostGradients:
         """Bring all gradients back, and give host memory back. Idempotent.
 
         Raises:
-            torch.OutOfMemoryError: there is no room; those that have none stay as they are.
+            DeviceMemoryError: there is no room; those that have none stay in host memory.
         """
         for store in self._stores:
             store.bring_back()
             for gradient, record in store.recorded():
                 dtensor.put(gradient, record.local())
         self.finish()
-        self._stores = []
+        for unwatch in self._unwatch:
+            unwatch()
         self.mover.pool.close()
 
 

@@ -79,18 +79,8 @@ def send_gradients(
     backend: Backend,
     config: OffloadConfig,
 ) -> HostGradients | None:
-    """What ``offload="all"`` asks for: gradients of parameters whose state leaves do, too.
-
-    With ``overlap="backward"`` they are used as soon as they are there.
-
-    Args:
-        models: of which FSDP2 reduces gradients.
-        params: that have state.
-        backend: of their device.
-        config: of the optimizer.
-
-    Returns:
-        None: all stay.
+    """What ``offload="all"`` asks for: gradients leave of ``params`` whose state does. None: all
+    stay; with ``overlap="backward"`` they are used as soon as they are there.
 
     Raises:
         HostMemoryError, PinningError: see :class:`.HostGradients`.

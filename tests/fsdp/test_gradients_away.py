@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_offload import HostMemoryError, HybridDeviceOptimizer, PhaseOffloader
+from fsdp_offload import (
+    DeviceMemoryError,
+    HostMemoryError,
+    HybridDeviceOptimizer,
+    LaneError,
+    PhaseOffloader,
+)
 from fsdp_offload.core.recorded import RecordedShard
 from fsdp_offload.link import held_bytes
+from fsdp_offload.update.bucket import BucketUpdate
 from tests.fsdp import models
 from tests.fsdp.models import Ranks, check, check_same
 from tests.fsdp.test_overlap import loss_of, mesh_of
+from tests.fsdp.test_whole_model import twice
 
 FP32, BF16 = torch.float32, torch.bfloat16
 STEPS = 4
@@ -58,10 +68,6 @@ def whole(tensors: list[Any]) -> list[Tensor]:
 
 def clip(model: Any, **how: Any) -> list[Any]:
     return [nn.utils.clip_grad_norm_(model.parameters(), 0.05, **how).full_tensor()]
-
-
-def clip_ours(model: Any, optimizer: Any, order: float) -> list[Any]:
-    return [optimizer.clip_grad_norm_(0.05, order).full_tensor()]
 
 
 def unscale(model: Any) -> list[Any]:
@@ -134,7 +140,12 @@ BETWEEN: dict[str, Callable[..., list[Any]]] = {
     "clip by value": by_value,
     "some are missing": drop_some,
     "backward fails": fail,
+    "layers called twice": lambda model: [*twice(model, 5), *clip(model)],
 }
+
+
+OURS = {"ours": 2.0, "ours by the largest": torch.inf}
+"""Orders of norms, for the wrapper's own ``clip_grad_norm_``."""
 
 
 def train(model: Any, optimizer: Any, between: Callable[..., Any], micro: int, **how: Any) -> Any:
@@ -174,6 +185,9 @@ def train_both(
     def look(model: Any) -> list[Any]:
         if model is mine:
             looks.append(away(model))
+        if between in OURS:
+            clips = optimizer if model is mine else reference
+            return [clips.clip_grad_norm_(0.05, OURS[between]).full_tensor()]
         return BETWEEN[between](model)
 
     expected, found = (
@@ -190,7 +204,7 @@ def train_both(
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("between", list(BETWEEN))
+@pytest.mark.parametrize("between", [*BETWEEN, *OURS])
 def test_training_has_the_same_bits(ranks: Ranks, size: int, between: str) -> None:
     ranks(size).run(train_both, size, between)
 
@@ -321,6 +335,28 @@ def two_phases() -> None:
         check_same(one.full_tensor(), other.full_tensor(), "a weight")
 
 
+def one_copy() -> None:
+    """The gradients of a group are stored, and fetched for accumulation, by one copy; the group
+    that follows is fetched ahead."""
+    model = build(1)
+    optimizer = wrap(model)
+    gradients: Any = optimizer._updates.gradients
+    link = gradients.mover.link
+    with (
+        mock.patch.object(link, "store", wraps=link.store) as store,
+        mock.patch.object(link, "fetch", wraps=link.fetch) as fetch,
+    ):
+        for index in range(3):
+            loss_of(model, index).backward()
+    groups = len(gradients._stores)
+    check(store.call_count == 3 * groups, f"{store.call_count} stores")
+    check(fetch.call_count == 2 * groups, f"{fetch.call_count} fetches")
+    calls = store.call_args_list + fetch.call_args_list
+    check(all(len(call.args[0].host) == 1 for call in calls), "several copies")
+    check(gradients._follows[3] == 2, f"{gradients._follows}")
+    optimizer.close()
+
+
 def two_optimizers() -> None:
     """Each has gradients of the same FSDP2 groups."""
     plain, mine = build(1), build(1)
@@ -349,6 +385,48 @@ def two_optimizers() -> None:
         check_same(one, other, "beside another optimizer")
 
 
+def no_room() -> None:
+    """Gradients that cannot come back stay where they are, and nothing is lost."""
+    plain, mine = build(1), build(1)
+    optimizer = wrap(mine)
+    backend = optimizer._updates.gradients.mover.backend  # type: ignore[union-attr]
+    for model in (plain, mine):
+        loss_of(model, 0).backward()
+    full = mock.patch.object(backend, "allocate", side_effect=torch.OutOfMemoryError("full"))
+    with full, pytest.raises(DeviceMemoryError, match="gradients"):
+        gradients(mine)[0].add_(1.0)
+    with full, pytest.raises(DeviceMemoryError, match="gradients"):
+        optimizer.close()
+    check(all(away(mine)), "away")
+    optimizer.close()
+    for one, other in zip(gradients(mine), gradients(plain), strict=True):
+        check_same(one.full_tensor(), other.full_tensor(), "a gradient")
+
+
+def update_fails() -> None:
+    """More often than there are slots, each time made good by a load."""
+    plain, mine = build(1), build(1)
+    reference, optimizer = wrap(plain, offload="state"), wrap(mine)
+    state = optimizer.state_dict()
+    for _ in range(6):
+        weights = {name: value.clone() for name, value in mine.state_dict().items()}
+        saved = copy.deepcopy(
+            {"state": dict(state["state"]), "param_groups": state["param_groups"]}
+        )
+        loss_of(mine, 0).backward()
+        fails = mock.patch.object(BucketUpdate, "run", side_effect=ZeroDivisionError)
+        with fails, pytest.raises(LaneError):
+            optimizer.step()
+        mine.load_state_dict(weights)
+        optimizer.load_state_dict(saved)
+        optimizer.zero_grad()
+    for model, each in ((plain, reference), (mine, optimizer)):
+        loss_of(model, 1).backward()
+        each.step()
+    for one, other in zip(mine.parameters(), plain.parameters(), strict=True):
+        check_same(one.full_tensor(), other.full_tensor(), "a weight")
+
+
 def stay(options: dict[str, Any]) -> None:
     model = build(1)
     optimizer = wrap(model, **options)
@@ -367,11 +445,10 @@ def host_memory_is_short() -> None:
     check(held_bytes() == before, f"held: {held_bytes()}")
 
 
-@pytest.mark.parametrize(
-    "job",
-    [read, keep_alias, two_phases, two_optimizers, host_memory_is_short],
-    ids=lambda job: job.__name__,
-)
+JOBS = (read, one_copy, keep_alias, two_phases, two_optimizers, no_room, update_fails)
+
+
+@pytest.mark.parametrize("job", [*JOBS, host_memory_is_short], ids=lambda job: job.__name__)
 def test_jobs(ranks: Ranks, job: Callable[[], None]) -> None:
     ranks(1).run(job)
 

@@ -241,6 +241,22 @@ def test_stopping_joins_nothing(job: Job, hold: threading.Event) -> None:
     written[-1].synchronize()
 
 
+def test_a_finalizer_on_the_thread_does_not_wait_for_the_thread(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = HostBucket.step
+
+    def finalizing(bucket: HostBucket, *args: Any) -> None:
+        job.lane.synchronize()
+        step(bucket, *args)
+
+    monkeypatch.setattr(HostBucket, "step", finalizing)
+    job.offer_all(job.work(0))
+    job.lane.synchronize()
+    job.plain.step()
+    job.check()
+
+
 def test_a_thread_that_cannot_set_up_is_an_error_of_the_constructor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
