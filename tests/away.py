@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from fsdp_offload import PhaseOffloader
 from fsdp_offload.core import storage as storages
 from fsdp_offload.core.devices import CpuBackend
-from fsdp_offload.link.storage_block import collect
+from fsdp_offload.link.block import collect
 from fsdp_offload.link.transfer import Transfer
 
 

@@ -29,11 +29,9 @@ EXCEPTIONS = {
     "_disable_dynamo": "torch.compiler.disable imports the compiler, which takes seconds",
     "_StorageInfo": "what DCP's readers and writers put into the metadata of a checkpoint",
     "_make_wrapper_subclass": "torch's notes on extending it make tensors without memory so",
-    "_foreach_add_": "torch.optim's and clip_grad_norm_'s own operation; results have its bits",
     "_foreach_copy_": "many copies in one call; there is no public form",
     "_foreach_mul_": "torch.optim's and clip_grad_norm_'s own operation; results have its bits",
-    "_fused_adam_": "the kernel of torch.optim.Adam(fused=True)",
-    "_fused_adamw_": "the kernel of torch.optim.AdamW(fused=True)",
+    "_foreach_norm": "clip_grad_norm_'s own operation; results have its bits",
     "_base": "whether a tensor is a view: in its repr, not in torch's documentation",
     "_version": "counts writes in place, as autograd does; torch's notes on autograd name it",
     "_global_optimizer_post_hooks": "an optimizer that replaces step() must call them itself",
@@ -98,14 +96,16 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@functools.cache
 def trees() -> dict[str, ast.Module]:
     """All modules by name, parsed."""
     return {name_of(path): tree(path) for path in sources()}
 
 
-def nodes() -> Iterator[tuple[str, ast.AST]]:
+@functools.cache
+def nodes() -> tuple[tuple[str, ast.AST], ...]:
     """All nodes of all modules, with the module's name."""
-    return ((name, node) for name, module in trees().items() for node in ast.walk(module))
+    return tuple((name, node) for name, module in trees().items() for node in ast.walk(module))
 
 
 # --------------------------------------------------------------------------- size

@@ -73,14 +73,19 @@ def test_files_that_pages_name_exist() -> None:
     assert not [(page, path) for page, path in named if not (REPOSITORY / path).exists()]
 
 
-def test_every_page_is_in_the_navigation_of_the_site() -> None:
-    """The site itself is built by `make docs`, which is not part of the tests."""
+def test_readers_find_every_page() -> None:
+    """In the navigation of the site, which `make docs` builds, or linked from "How it works"."""
     listed = re.findall(r"([\w/.-]+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(), re.MULTILINE)
-    outside = {"changes.md", "contributing.md", "readme.md", "examples/README.md"}
+    outside = {"changes.md", "contributing.md", "examples/README.md", "/readme.md"}
     outside.add("internals/checkpoint-format.md")
     docs = REPOSITORY / "docs"
-    assert {str(page.relative_to(docs)) for page in docs.rglob("*.md")} == set(listed) - outside
+    found = {str(page.relative_to(docs)) for page in docs.rglob("*.md")}
+    internals = {page for page in found if page.startswith("internals/")}
+    links = LINK.findall((docs / "how-it-works.md").read_text())
+    assert internals <= {link.partition("#")[0] for _, link in links}
+    assert found - internals == set(listed) - outside
     assert len(listed) == len(set(listed))
+    assert len([page for page in listed if not page.startswith("benchmarks/")]) <= 25
 
 
 def test_charts_are_drawn_from_the_figures_beside_them(

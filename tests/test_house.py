@@ -9,12 +9,12 @@ from tests.helpers.scripts import Launch
 
 
 def test_measures_stay_below_what_they_are() -> None:
-    assert house.lines() <= 23_779 + 450  # trained weights in host memory
-    assert house.statements() <= 12_260 + 230  # the same
-    assert len(house.sources()) <= 119 + 2
+    assert house.lines() <= 24_932  # trained weights and gradients in host memory
+    assert house.statements() <= 12_193 + 230 + 416  # the same
+    assert len(house.sources()) <= 116 + 7
     assert house.long_files() == {}
     assert len(house.files_in_root()) <= 2
-    assert house.classes() <= 212
+    assert house.classes() <= 213 + 10
     assert house.lines(list(house.PACKAGE.glob("bench/*.py"))) <= 700
     assert house.long_functions() == []
     assert sum(house.banned_words().values()) <= 2

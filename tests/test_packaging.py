@@ -42,9 +42,14 @@ def imported(path: Path) -> set[str]:
 def test_the_package_imports_its_dependencies_alone(settings: dict[str, Any]) -> None:
     required = {re.split(r"\W", name)[0] for name in settings["project"]["dependencies"]}
     files = [*(REPOSITORY / "fsdp_offload").rglob("*.py"), *(REPOSITORY / "examples").glob("*.py")]
-    found = set[str]().union(*map(imported, files))
+    trainers = set(settings["project"]["optional-dependencies"]["trainers"])
+    found = set[str]().union(*map(imported, (f for f in files if "integrations" not in f.parts)))
     others = found - set(sys.stdlib_module_names) - OPTIONAL - {"fsdp_offload"}
     assert others == required == {"torch", "tqdm"}
+    integrations = (REPOSITORY / "fsdp_offload" / "integrations").glob("*.py")
+    assert set[str]().union(*map(imported, integrations)) - {"torch", "typing", "__future__"} <= (
+        trainers
+    )
 
 
 def test_the_range_of_torch_is_what_was_run(settings: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from fsdp_offload.bench.table import ITERATIONS, markdown_table
+from fsdp_offload.bench.iteration import ITERATIONS, markdown_table
 
 FOLDER = Path(__file__).resolve().parent
 PHASES = runpy.run_path(str(FOLDER / "studies" / "phases.py"))["PHASES"]

@@ -9,7 +9,7 @@ and ``backward`` are ours with that ``overlap``. ``torchao`` is its ``CPUOffload
 ``clip``              clip every iteration: ours with ``optimizer.clip_grad_norm_``
 ``torchclip``         clip with ``torch.nn.utils.clip_grad_norm_``
 ``bf16``, ``int8``    moments in that precision
-``host``              ``update_on="host"``
+``host``, ``all``     ``update_on="host"``, ``offload="all"``
 ``f0.5``              ``offload_fraction``
 ``d0``, ``d2GiB``     ``device_memory``
 ``b64MiB``            ``TransferConfig(bucket_bytes=...)``
@@ -43,6 +43,7 @@ _WORDS: Final[dict[str, tuple[str, Any]]] = {
     "bf16": ("moments", torch.bfloat16),
     "int8": ("moments", "int8"),
     "host": ("update_on", "host"),
+    "all": ("offload", "all"),
     "again": ("again", True),
 }
 _NUMBERS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
@@ -91,8 +92,7 @@ def _read(name: str, word: str) -> tuple[str, Any]:
 
 
 def _refused(name: str, reason: str) -> ConfigError:
-    remedy = "see the words in fsdp_offload/bench/rows.py"
-    return ConfigError(f"row {name!r}", reason=reason, remedy=remedy)
+    return ConfigError(f"row {name!r}", reason=reason, remedy=f"see the words in {__name__}")
 
 
 class Trainer(NamedTuple):

@@ -48,7 +48,7 @@ from ..core.errors import (
 )
 from ..core.interrupts import held_back, let_through
 from ..core.progress import progress
-from ..link import local_ranks
+from ..link import cores_per_rank
 from ..link.link import buffers
 
 BLOCK_BYTES: Final = 8 << 20
@@ -62,12 +62,6 @@ _Result = TypeVar("_Result")
 
 
 # --------------------------------------------------------------------------- bytes
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """View the memory of a contiguous tensor as 1-D uint8."""
-    # One element may have any stride, which view() to another dtype refuses.
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def without_class(tensor: Tensor) -> Tensor:
@@ -156,11 +150,6 @@ def fsync_folder(folder: Path) -> None:
 
 
 # --------------------------------------------------------------------------- items and table
-
-
-def aligned(nbytes: int) -> int:
-    """Round ``nbytes`` up to a multiple of the alignment."""
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class _Sink:
@@ -326,12 +315,6 @@ def done(value: _Result) -> Future[_Result]:
     return future
 
 
-def thread_count() -> int:
-    """Return this rank's share of the host's cores, at most 16."""
-    cores = len(os.sched_getaffinity(0))
-    return max(1, min(MAX_THREADS, cores // local_ranks()))
-
-
 def run_all(
     jobs: Iterable[Callable[[], _Result]], *, threads: int | None = None, text: str = ""
 ) -> list[_Result]:
@@ -345,7 +328,7 @@ def run_all(
     """
     listed, turns, is_over = list(jobs), itertools.count(), threading.Event()
     results: dict[int, _Result] = {}
-    count = max(1, min(threads or thread_count(), len(listed)))
+    count = max(1, min(threads or min(MAX_THREADS, cores_per_rank()), len(listed)))
     pool, futures = ThreadPoolExecutor(count), list[ConcurrentFuture[None]]()
     with progress(len(listed) if text else 0, text, unit=" blocks") as bar, held_back():
 

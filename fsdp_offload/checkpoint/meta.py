@@ -13,8 +13,7 @@ from ..core import dtensor
 from ..core.devices import default_device
 from ..core.errors import UnsupportedParameterError
 from ..core.fsdp import device_of, find_groups
-from ..core.storage import move
-from .files import as_bytes
+from ..core.storage import as_bytes, move
 from .state import some
 
 

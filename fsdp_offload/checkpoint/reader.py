@@ -20,14 +20,15 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from ..core.config import align
 from ..core.errors import CheckpointError, OffloadError
+from ..core.storage import as_bytes
 from ..link.link import fill, scratch
 from .files import (
+    ALIGNMENT_BYTES,
     BLOCK_BYTES,
     Checksums,
     Table,
-    aligned,
-    as_bytes,
     check_count,
     corrupt,
     done,
@@ -300,7 +301,8 @@ def _check_equal(
     """
     spans = [_span(targets[item]) for item in items]
     low = min(low for low, _ in spans) // 16 * 16  # which aligns any dtype
-    image = torch.empty(aligned(max(high for _, high in spans) - low), dtype=torch.uint8)
+    n_bytes = align(max(high for _, high in spans) - low, ALIGNMENT_BYTES)
+    image = torch.empty(n_bytes, dtype=torch.uint8)
     views: dict[ReadItem, Tensor] = {}
     for item in items:
         target = targets[item]

@@ -16,11 +16,12 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from ..core import dtensor
 from ..core.backend import Event
-from ..core.config import TransferConfig
+from ..core.config import TransferConfig, align
 from ..core.devices import backend_for
 from ..core.errors import OffloadError, UnsupportedParameterError
+from ..core.storage import as_bytes
 from ..link import Block, HostPool, HostRange, Link, Residence
-from .files import BLOCK_BYTES, aligned, as_bytes, run_all, without_class
+from .files import ALIGNMENT_BYTES, BLOCK_BYTES, run_all, without_class
 
 
 class Stager(AsyncStager):
@@ -78,7 +79,7 @@ class Stager(AsyncStager):
 
     def _copies_of(self, sources: dict[object, Tensor]) -> dict[object, Tensor]:
         """Copy one behind the other into the arena; a larger one replaces it if they do not fit."""
-        nbytes = sum(aligned(source.nbytes) for source in sources.values())
+        nbytes = sum(align(source.nbytes, ALIGNMENT_BYTES) for source in sources.values())
         if self._arena is None or nbytes > self._arena.n_bytes:
             self.close()
             devices = [s.device for s in sources.values() if s.device.type != "cpu"]
@@ -91,7 +92,7 @@ class Stager(AsyncStager):
         for place, given in sources.items():
             source = given.resolve_conj().resolve_neg().contiguous()
             target = self._arena.tensor(offset, source.numel(), source.dtype)
-            offset += aligned(source.nbytes)
+            offset += align(source.nbytes, ALIGNMENT_BYTES)
             made[place] = target.view(source.shape)
             pairs.append((as_bytes(target), as_bytes(source)))
         self._fill(pairs)

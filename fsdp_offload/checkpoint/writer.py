@@ -22,17 +22,18 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ..core.config import align
 from ..core.errors import CheckpointError, ConfigError
 from ..core.interrupts import held_back, let_through
 from ..core.progress import report
+from ..core.storage import as_bytes
 from ..link.link import on_host
 from . import folder
 from .files import (
+    ALIGNMENT_BYTES,
     BLOCK_BYTES,
     TAIL,
     Checksums,
-    aligned,
-    as_bytes,
     check_count,
     done,
     encode_table,
@@ -261,7 +262,7 @@ def _layout(plan: SavePlan, planner: SavePlanner) -> list[_Item]:
             before, after = envelope(tensor.dtype, tuple(tensor.shape))
             data = as_bytes(tensor)
         items.append(_Item(request, offset, before, data, after))
-        offset = aligned(offset + items[-1].nbytes)
+        offset = align(offset + items[-1].nbytes, ALIGNMENT_BYTES)
     return items
 
 

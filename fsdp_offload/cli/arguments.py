@@ -69,6 +69,8 @@ def plan(parser: argparse.ArgumentParser) -> None:
     add("--weights", choices=("bf16", "fp32"), default="bf16", help="dtype of the parameters")
     add("--moments", choices=("fp32", "bf16", "int8"), default="fp32")
     add("--no-checkpointing", action="store_true", help="keep all activations")
+    kinds = "what may leave the GPU: state alone, or weights and gradients as well"
+    add("--offload", choices=("state", "all"), default="state", help=kinds)
     add("--device-memory", default="auto", help="as of HybridDeviceOptimizer: auto, 0, 8GiB")
 
 

@@ -51,6 +51,7 @@ def run(options: argparse.Namespace) -> int:
         checkpointed=not options.no_checkpointing,
         shard_bytes=2 if options.weights == "bf16" else 4,
         moments=options.moments,
+        offload=options.offload,
     )
     given = options.device_memory
     found = estimate(model, work, memory_bytes, None if given == "auto" else parse_bytes(given))
@@ -59,7 +60,8 @@ def run(options: argparse.Namespace) -> int:
     if found is not None and None not in (options.compute_ms, options.link):
         bounds = bounds_ms(found.travels_bytes, options.compute_ms, options.link)
     if options.json:
-        figures = None if found is None else asdict(found) | {"travels_bytes": found.travels_bytes}
+        more = ("travels_bytes", "in_bytes", "out_bytes")
+        figures = found and asdict(found) | {name: getattr(found, name) for name in more}
         report = {"model": asdict(model), "work": asdict(work), "memory_bytes": memory_bytes}
         report |= {"fits": found is not None, "fewest_gpus": fewest, "estimate": figures}
         print(json.dumps(report | {"bounds_ms": bounds}, indent=1))
@@ -157,19 +159,24 @@ def text_of(
     if found is None:
         lines.append(f"It does not fit into {memory} GiB.")
     else:
+        stay = " that stay" if work.offload == "all" else ""
         sizes: dict[str, float | None] = {
             "GiB on each GPU": None,
-            "weights": found.weights_bytes,
-            "gradients": found.gradients_bytes,
+            f"weights{stay}": found.weights_bytes,
+            f"gradients{stay}": found.gradients_bytes,
             "whole parameters of blocks": found.unsharded_bytes,
             "activations and logits": found.activations_bytes,
             "state that stays": found.stays_bytes,
-            "slots of state that travels": found.slots_bytes,
+            "slots of what travels": found.slots_bytes,
             f"peak, of {memory}": found.peak_bytes,
             "GiB for each GPU": None,
             "host memory, page-locked": found.host_bytes,
-            "state that travels, each way": found.travels_bytes,
         }
+        if work.offload == "state":
+            sizes["state that travels, each way"] = found.travels_bytes
+        else:
+            sizes |= {"to the GPU, per iteration": found.in_bytes}
+            sizes |= {"to the host, per iteration": found.out_bytes}
         lines += [s if n is None else f"  {s:<34}{n / GIB:8.2f}" for s, n in sizes.items()]
         figures = "give --compute-ms and --link"
         if bounds is not None:

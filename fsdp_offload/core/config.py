@@ -11,7 +11,7 @@ import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 
@@ -179,7 +179,7 @@ class OffloadConfig:
     """How state tensors are kept between updates. ``None``: fp32 where there is a master, else the
     shard's dtype, which is what torch would use on such a parameter. bf16, or int8 (``exp_avg``
     and ``exp_avg_sq``, with a scale per 64 elements): where the update runs in fp32, element by
-    element, and on the device. See ``docs/precision.md``."""
+    element, and on the device. See ``docs/optimizers.md``."""
     master_weights: bool = True
     """Whether parameters with bf16 or fp16 shards get an fp32 master."""
     offload: str = "state"
@@ -193,14 +193,12 @@ class OffloadConfig:
         offload_fraction: float | None = None,
         device_memory: int | str = "auto",
         host_memory: int | str | None = None,
-        update_on: str = "device",
-        overlap: str | None = None,
         moments: torch.dtype | str | None = None,
         master_weights: bool = True,
-        offload: str = "state",
         transfer: TransferConfig | None = None,
+        **others: Any,
     ) -> OffloadConfig:
-        """Check the user's arguments together.
+        """Check the user's arguments together; ``others`` are fields as they are.
 
         Raises:
             ConfigError: a value is out of range, unknown, or contradicts another.
@@ -217,12 +215,10 @@ class OffloadConfig:
         return cls(
             offload_fraction=1.0 if offload_fraction is None else offload_fraction,
             device_memory=memory,
-            update_on=update_on,
-            overlap=overlap,
             moments=_moments_meant(moments, master_weights),
             master_weights=master_weights,
-            offload=offload,
             transfer=_with_host_memory(transfer or TransferConfig(), host_memory),
+            **others,
         )
 
     def __post_init__(self) -> None:

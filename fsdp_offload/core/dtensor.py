@@ -31,6 +31,7 @@ from .chunks import attach_chunk, chunks_of
 from .errors import UnsupportedParameterError
 from .fsdp import gathered_parameters
 from .gated import GatedShard, keeper_of, ungated
+from .recorded import Record, record_of
 from .storage import identity
 
 if TYPE_CHECKING:
@@ -102,10 +103,15 @@ def open_gate(parameters: Gated) -> None:
             parameter._local_tensor = ungated(gated)
 
 
-def put(parameter: Tensor, shard: Tensor) -> None:
-    """Let ``parameter`` have this shard, or what stands for it."""
+def put(parameter: Tensor | None, shard: Tensor) -> None:
+    """Let a parameter, or its gradient, have this shard, or what stands for it."""
     assert isinstance(parameter, DTensor)
     parameter._local_tensor = shard
+
+
+def record(gradient: Tensor) -> Record | None:
+    """Of a gradient in host memory."""
+    return record_of(with_history(gradient))
 
 
 class GatedGradients:
@@ -466,6 +472,8 @@ def plain_tensors(tensor: Tensor) -> list[tuple[str, Tensor]]:
         return [("", tensor)]
     if isinstance(tensor, DTensor):
         return plain_tensors(local(tensor))
+    if (known := record_of(tensor)) is not None:
+        return [] if known.real is None else [("", known.real)]
     if _is_plain(tensor):
         return [("", tensor.detach())] if tensor.layout is torch.strided else []
     if not hasattr(tensor, "__tensor_flatten__"):

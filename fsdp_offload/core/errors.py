@@ -29,6 +29,7 @@ Each message has three parts: the value, the reason and the remedy.
 from __future__ import annotations
 
 import os
+from functools import partial
 
 
 class OffloadError(Exception):
@@ -50,11 +51,7 @@ class OffloadError(Exception):
         super().__init__(text)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.what, self.reason, self.remedy))
-
-
-def _rebuild(cls: type[OffloadError], what: str, reason: str, remedy: str) -> OffloadError:
-    return cls(what, reason=reason, remedy=remedy)
+        return partial(type(self), self.what, reason=self.reason, remedy=self.remedy), ()
 
 
 class ConfigError(OffloadError, ValueError):

@@ -115,8 +115,11 @@ class Watcher(Protocol):
         """The group has new gradients, which are about to be reduced into ``.grad``."""
         ...
 
-    def after_reduce(self, index: int, reduced: Event, stream: Stream) -> None:
-        """After ``reduced``, on ``stream``, the group's gradients are final for this backward."""
+    def after_reduce(
+        self, index: int, reduced: Event, stream: Stream, *, is_last: bool = True
+    ) -> None:
+        """After ``reduced``, on ``stream``, the group's gradients are there; ``is_last``: and final
+        for this iteration, as far as FSDP2 was told."""
         ...
 
 
@@ -178,6 +181,11 @@ class Group:
     def parameters(self) -> list[Tensor]:
         """Its sharded parameters, in FSDP2's order."""
         return [fsdp_param.sharded_param for fsdp_param in self._raw.fsdp_params]
+
+    @property
+    def padded_numels(self) -> list[int]:
+        """Of each of them, elements that its reduced gradient may take on this rank."""
+        return [each.padded_sharded_param_size.numel() for each in self._raw.fsdp_params]
 
     def leave_cpu(self) -> int:
         """Take ``CPUOffloadPolicy`` off; returns the bytes of parameters that moved."""
@@ -317,10 +325,11 @@ class Group:
         copies = self._copies(watcher, "_reduce_scatter_comm")
         with copies, self._reducing() as reduce_stream:
             original(*unused)
-        if has_new and self._reduces():
+        if has_new and self.reduces:
             event = self._raw._post_reduce_event  # None on the CPU, where nothing is late
             stream = backend.adopt_stream(reduce_stream)
-            watcher.after_reduce(index, backend.adopt_event(event), stream)
+            is_last = bool(self._state._state_ctx.is_last_backward)
+            watcher.after_reduce(index, backend.adopt_event(event), stream, is_last=is_last)
 
     def _lend_to_unshard(
         self,
@@ -384,11 +393,10 @@ class Group:
             finally:
                 context.reduce_scatter_stream = own
 
-    def _reduces(self) -> bool:
-        """Whether this backward is the one after which nothing is added any more."""
-        raw = self._raw
-        reduces = raw.reduce_grads and raw.all_reduce_grads
-        return bool(reduces and self._state._state_ctx.is_last_backward)
+    @property
+    def reduces(self) -> bool:
+        """Whether a backward now leaves gradients in ``.grad``."""
+        return bool(self._raw.reduce_grads and self._raw.all_reduce_grads)
 
 
 def _raise_after_backward(error: Exception) -> None:

@@ -77,6 +77,7 @@ NAMES: Final = (
     Name("streams", "device_handle", "read", "the compute stream"),
     Name("parameter", "sharded_param", "read", "the parameter that the optimizer has"),
     Name("parameter", "_sharded_param_data", "written", "what a gather reads: lent for its length"),
+    Name("parameter", "padded_sharded_param_size", "read", "room for its reduced gradient"),
     Name("parameter", "_module_info", "read", "the parameter that a load may have assigned"),
     Name("parameter", "_unsharded_param", "read", "holds gradients that were not reduced"),
     Name("parameter", "unsharded_accumulated_grad", "read", "the same, in another dtype"),

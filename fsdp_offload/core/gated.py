@@ -19,6 +19,8 @@ kept if that use wrote into it, or if its result may share its memory, and goes 
 before the next gather. ``detach()`` and views of the same shape stand for the same weight, so a
 state dict moves nothing before its values are used.
 
+Gradients in host memory have a class of their own: :mod:`.recorded`.
+
 What ``torch.compile`` makes of a function takes its inputs apart (``__tensor_flatten__``) in each
 run, and works on plain tensors, whose addresses it takes without asking any method. So the part of
 a gated shard is the shard, and reading that waits. The part is called ``data`` because torch's
@@ -48,6 +50,7 @@ _METADATA: Final[frozenset[Any]] = frozenset(
     ]
     + [Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.nelement]
     + [Tensor.element_size, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous]
+    + [Tensor.is_inference]
 )
 """What the shard's values and addresses play no part in."""
 
@@ -163,10 +166,10 @@ class GatedShard(Tensor):
     @staticmethod
     def _use(func: Any, args: Any, kwargs: Any) -> Any:
         first = args[0] if args else None
-        if func in _ALIASES and type(first) is GatedShard and first.keeper is not None:
+        if func in _ALIASES and isinstance(first, GatedShard) and first.keeper is not None:
             shape = args[1] if len(args) > 1 else first.shape
             if tuple(getattr(shape, "shape", shape)) == first.shape:
-                return GatedShard(first, keeper=first.keeper)
+                return type(first)(first, keeper=first.keeper)
         waits: dict[Callable[[], None], None] = {}  # each once: a list may have all of a model
         taken: dict[Keeper, tuple[GatedShard, Tensor]] = {}
         opened, named = _opened(args, waits, taken), _opened(kwargs or {}, waits, taken)
@@ -186,7 +189,7 @@ class GatedShard(Tensor):
 
 def _opened(value: Any, waits: dict[Any, None], taken: dict[Any, Any]) -> Any:
     """``value`` with shards in place of what stands for them; ``waits`` and ``taken`` grow."""
-    if type(value) is GatedShard:
+    if isinstance(value, GatedShard):
         waits[value._wait] = None
         if value.keeper is None:
             return value._shard

@@ -105,6 +105,12 @@ def view_over(memory: Tensor, like: Tensor) -> Tensor:
     return made.set_(storage, like.storage_offset(), like.size(), like.stride())
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """View the memory of a contiguous tensor as 1-D uint8."""
+    # One element may have any stride, which view() to another dtype refuses.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 # --------------------------------------------------------------------------- whose memory it is
 
 

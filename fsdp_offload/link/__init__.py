@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from .block import Block, Residence
-from .budget import local_ranks
+from .budget import cores_per_rank
 from .host_memory import HostRange
 from .host_pool import HostPool, held_bytes
 from .link import Link
 
-__all__ = ["Block", "HostPool", "HostRange", "Link", "Residence", "held_bytes", "local_ranks"]
+__all__ = ["Block", "HostPool", "HostRange", "Link", "Residence", "cores_per_rank", "held_bytes"]

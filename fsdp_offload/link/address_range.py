@@ -23,7 +23,7 @@ from torch import Tensor
 from ..core.config import align
 from ..core.cuda_driver import Driver
 from ..core.errors import DeviceError, HostMemoryError
-from .storage_block import OwnedBlock
+from .block import OwnedBlock
 
 CHUNK_BYTES: Final = 256 << 20
 """To let the device use a chunk takes 1 ms while copies to it run, of any size, and 0.6 ms more per

@@ -148,6 +148,15 @@ def check_host_memory(
     )
 
 
+def cores_per_rank() -> int:
+    """This rank's share of the cores that the process may use, 1 at least.
+
+    Raises:
+        ConfigError: see :func:`local_ranks`.
+    """
+    return max(1, len(os.sched_getaffinity(0)) // local_ranks())
+
+
 def local_ranks() -> int:
     """Ranks on this host, from ``LOCAL_WORLD_SIZE`` as torchrun sets it; 1 without it.
 

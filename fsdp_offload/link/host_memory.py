@@ -30,7 +30,7 @@ from ..core import devices
 from ..core.config import MIB, TransferConfig, align
 from ..core.errors import HostMemoryError, PinningError
 from ..core.progress import progress, report
-from .budget import local_ranks, size_text
+from .budget import cores_per_rank, size_text
 
 HUGE_PAGE_BYTES: Final = 2 * MIB
 # One torch call touches at most 16384 pages: from 32768 elements on torch spreads an operation over
@@ -147,8 +147,7 @@ class HostRange:
         assert mapping is not None
         cores = devices.cores_near(device)
         # This rank's share, a few at least: the ranks beside it may be done already.
-        share = len(os.sched_getaffinity(0)) // local_ranks()
-        threads = min(len(cores), max(share, _MIN_THREADS))
+        threads = min(len(cores), max(cores_per_rank(), _MIN_THREADS))
         step = min(_CALL_BYTES, align(-(-self.n_bytes // threads), HUGE_PAGE_BYTES))
         chunks = range(0, self.n_bytes, step)
         self.threads = min(threads, len(chunks))

@@ -31,10 +31,10 @@ from ..core.config import TransferConfig, align
 from ..core.devices import free_bytes, release_cached
 from ..core.errors import DeviceMemoryError
 from ..core.interrupts import held_back
+from .block import OwnedBlock, StorageBlock
 from .host_memory import HostRange
 from .host_pool import HostPool
 from .link import Link
-from .storage_block import OwnedBlock, StorageBlock
 
 BATCH_BYTES: Final = 128 << 20
 """Of blocks that are enqueued, and given up, with one event: copies without an event in between

@@ -177,7 +177,7 @@ class Engine:
                     self.host = HostLane(self.backend, thread_count(self.config), self.ring.overlap)
                 undo.callback(self.host.drop_from, len(self.host.buckets))
                 layouts = [group.layout for group in on_host]
-                self.host.append(host_buckets(optimizer, params, layouts, arena, take))
+                self.host.append(host_buckets(optimizer, params, layouts, take))
             yield
             self._keep_scratch(scratch, self.ring.buckets[before:])
             undo.pop_all()

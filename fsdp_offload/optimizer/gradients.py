@@ -27,12 +27,13 @@ from torch.nn.utils import get_total_norm
 from ..core import dtensor
 from ..core.errors import AwayError, ConfigError, NonFiniteGradientError, StateSchemaError
 from ..core.gated import keeper_of
+from ..core.recorded import Taken, record_of
 from ..core.storage import is_empty
 from ..update.params import ParamState
 
 
-def gradient_of(param: ParamState) -> Tensor | None:
-    """This rank's gradient of a parameter: 1-D, contiguous, or None.
+def gradient_of(param: ParamState) -> Tensor | Taken | None:
+    """This rank's gradient of a parameter: 1-D, contiguous, or in host memory, or None.
 
     Raises:
         AwayError: the shard or its gradient is offloaded.
@@ -47,10 +48,12 @@ def gradient_of(param: ParamState) -> Tensor | None:
             reason="its device memory is offloaded, and an update writes into it",
             remedy="reload the model first",
         )
-    gradient = dtensor.gradient_shard(param.parameter, param.fqn, param.info.local_shape)
+    gradient = taken_gradient(param.parameter) or dtensor.gradient_shard(
+        param.parameter, param.fqn, param.info.local_shape
+    )
     if gradient is None:
         return None
-    if is_empty(gradient):
+    if isinstance(gradient, Tensor) and is_empty(gradient):
         raise AwayError(
             f"the gradient of {param.fqn}",
             reason="its device memory is offloaded",
@@ -64,7 +67,17 @@ def gradient_of(param: ParamState) -> Tensor | None:
             remedy="write values in place, `with torch.no_grad(): parameter.copy_(values)`, and "
             "move the model before the optimizer is wrapped",
         )
-    return gradient.view(-1)
+    return gradient.view(-1) if isinstance(gradient, Tensor) else gradient
+
+
+def taken_gradient(parameter: Tensor) -> Taken | None:
+    """A gradient that is in host memory. What writes have brought to the device is an ordinary one
+    from here on."""
+    gradient = parameter.grad
+    record = None if gradient is None else dtensor.record(gradient)
+    if record is not None and record.real is not None:
+        dtensor.put(gradient, record.real)
+    return None if record is None or record.real is not None else record.taken
 
 
 def count_empty_shards(
@@ -109,7 +122,8 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
         AwayError: one is offloaded.
     """
     found = [g for p in parameters if (g := dtensor.whole_gradient(p)) is not None]
-    if any(is_empty(dtensor.local(gradient)) for gradient in found):
+    shards = (dtensor.local(gradient) for gradient in found)
+    if any(record_of(shard) is None and is_empty(shard) for shard in shards):
         raise AwayError(
             "the norm of gradients that are offloaded",
             reason="their device memory was given up",
@@ -175,7 +189,8 @@ def _norm_over(mesh: DeviceMesh | None, gradients: list[Tensor], p: float) -> Te
         if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
             gradient = gradient.redistribute(placements=replicated)
         shards_here.append(dtensor.local(gradient))
-    norms = [torch.linalg.vector_norm(shard, p) for shard in shards_here if shard.numel()]
+    held = [shard for shard in shards_here if shard.numel()]
+    norms = list(torch._foreach_norm(held, p)) if held else []
     norms.append(shards_here[0].new_full((), 0.0 if p > 0 else math.inf))
     extremum = torch.linalg.vector_norm(torch.stack(norms), p)
     for axis in range(mesh.ndim):

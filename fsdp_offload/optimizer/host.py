@@ -26,7 +26,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -38,28 +37,22 @@ from ..core.config import OffloadConfig, align
 from ..core.devices import cores_near
 from ..core.errors import LaneError, UnsupportedParameterError
 from ..core.progress import warn
-from ..core.storage import span
-from ..link import Block, HostRange, Link, Residence, local_ranks
+from ..core.storage import as_bytes, span
+from ..link import Block, HostRange, Link, Residence, cores_per_rank
+from ..link.budget import local_ranks
 from ..plan import Bucket, Layout
 from ..update.bucket import BucketUpdate, Scratch
 from ..update.one_kernel import StepPowers
-from ..update.params import REMAINDER_KIND, MasterForm, ParamState, Work
+from ..update.params import MasterForm, ParamState, Work
 from .ring_bucket import state_of
 
 HOST_SLOTS = 4
 """At most: one arrives, one is updated, one leaves, and one more for a bucket out of turn."""
-GRADIENT_BYTES: Final = 4
-"""Per element of a gradient, at least: fp32 gradients of bf16 weights are possible."""
-
-
-def _bytes(flat: Tensor) -> Tensor:
-    """1-D uint8, without a copy, of a 1-D tensor; that of a single element may have any stride."""
-    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def _gradient_bytes(param: ParamState) -> int:
-    """Of one element, at most."""
-    return max(GRADIENT_BYTES, param.compute_dtype.itemsize)
+    """Of one element, at most: fp32 gradients of bf16 weights are possible."""
+    return max(4, param.compute_dtype.itemsize)
 
 
 def _shard_bytes(numel: int, param: ParamState) -> int:
@@ -67,14 +60,13 @@ def _shard_bytes(numel: int, param: ParamState) -> int:
 
 
 class HostBucket:
-    """A bucket, its place in the arena, and the slot that its weights and gradients come to."""
+    """A bucket, and the slot that its weights and gradients come to."""
 
     def __init__(
         self,
         optimizer: Optimizer,
         bucket: Bucket,
         params: list[ParamState],
-        arena: HostRange,
         slot: Tensor,  # uint8, 1-D
         scratch: Scratch,
     ) -> None:
@@ -86,25 +78,18 @@ class HostBucket:
         self._gradients = slot[len(shards) :]
         copies = shards.view(first.info.dtype)
         on_host = [copies[s.scratch_start : s.scratch_start + s.numel] for s in bucket.slices]
-        self._on_host = [_bytes(copy) for copy in on_host]
+        self._on_host = [as_bytes(copy) for copy in on_host]
         self._on_device = [
-            _bytes(dtensor.local(params[s.spec.index].parameter).view(-1)[s.start : s.stop])
+            as_bytes(dtensor.local(params[s.spec.index].parameter).view(-1)[s.start : s.stop])
             for s in bucket.slices
         ]
         self._dtype = first.compute_dtype
-
-        remainder = None
-        if first.form is MasterForm.REMAINDER:
-            flat = next(each for each in bucket.spans if each.kind == REMAINDER_KIND)
-            numel = flat.n_bytes // flat.kind.itemsize
-            remainder = arena.tensor(flat.arena_start, numel, flat.kind.dtype)
         self.update = BucketUpdate(
             optimizer,
             bucket,
             params,
             state_of(params),
             scratch,
-            flat_remainder=remainder,
             shards=on_host,
             on_host=True,
         )
@@ -132,7 +117,7 @@ class HostBucket:
             start = slice_.scratch_start * self._width
             own = self._gradients[start : start + gradient.nbytes]
             host.append(own)
-            device.append(_bytes(gradient))
+            device.append(as_bytes(gradient))
             received.append(own.view(gradient.dtype))
         return Block(host, device, Residence.DEVICE), received
 
@@ -152,16 +137,14 @@ def host_buckets(
     optimizer: Optimizer,
     params: list[ParamState],
     layouts: Sequence[Layout],
-    arena: HostRange,
     take: Callable[[int], HostRange],
 ) -> list[HostBucket]:
-    """All buckets of these layouts, whose state is in ``arena``.
+    """All buckets of these layouts, whose state is in host memory.
 
     Args:
         optimizer: the wrapped optimizer.
         params: all parameters; slices name them by index.
         layouts: each of parameters that share every dtype.
-        arena: with the state.
         take: gives memory for slots (shards, then gradients of a bucket) and scratch.
     """
     slot_bytes = scratch_bytes = 0
@@ -177,7 +160,7 @@ def host_buckets(
     behind = memory.tensor(count * slot_bytes, scratch_bytes, torch.uint8)
     scratch = Scratch(behind, StepPowers(0, behind.device))
     return [
-        HostBucket(optimizer, bucket, params, arena, slots[i % count], scratch)
+        HostBucket(optimizer, bucket, params, slots[i % count], scratch)
         for i, bucket in enumerate(buckets)
     ]
 
@@ -216,6 +199,7 @@ class HostLane:
         self._sent: deque[_Visit] = deque()  # on their way to the host, or there
         self._free: dict[Tensor, Event] = {}  # by slot: when the last one has left it
         self._failure: LaneError | None = None
+        self._running = 0  # the thread that is in _run()
         self._work: weakref.ref[Work] | None = None  # the iteration that has begun
         self._left: list[HostBucket] = []  # buckets of it that were not offered yet
 
@@ -260,11 +244,13 @@ class HostLane:
     def synchronize(self) -> None:
         """Block until all shards are written and no copy is under way, even after a failure.
 
+        On the host thread, where a finalizer may call it, it does not wait for that thread.
+
         Raises:
             LaneError: something failed on the host thread: its cause.
         """
         try:
-            if self.last is not None:
+            if self.last is not None and self._running != threading.get_ident():
                 self.last.recorded()
         finally:
             self.link.synchronize()
@@ -281,9 +267,9 @@ class HostLane:
             bucket.written = None
 
     def stop(self) -> None:
-        """End the thread after what it was given."""
-        with contextlib.suppress(RuntimeError):  # it is this one, which let go of the optimizer
-            self._thread.shutdown()
+        """Let the thread end after what it was given. It is not joined: a finalizer calls this, in
+        any thread, also inside of ``Thread.start()``, whose lock the join would take."""
+        self._thread.shutdown(wait=False)
 
     # ------------------------------------------------------------------ on the host thread
 
@@ -291,6 +277,7 @@ class HostLane:
         """Update the bucket that was offered next; the event after which its shards are there."""
         if self._failure is not None:
             raise self._failure
+        self._running = threading.get_ident()
         try:
             with torch.no_grad():
                 self._send()
@@ -303,6 +290,7 @@ class HostLane:
             )
             raise self._failure from error
         finally:
+            self._running = 0
             visit.gradients.clear()  # nothing of a step may outlive it here
 
     def _send(self) -> None:
@@ -347,13 +335,12 @@ def thread_count(config: OffloadConfig) -> int:
 
     A single one is worth a warning.
     """
-    cores = len(os.sched_getaffinity(0))
-    threads = config.transfer.host_threads or max(1, cores // local_ranks())
+    threads = config.transfer.host_threads or cores_per_rank()
     if threads == 1:
         warn(
             "the host lane has 1 thread (%d cores, %d local ranks): expect about a tenth of the "
             "speed of 16; set TransferConfig(host_threads=...)",
-            cores,
+            len(os.sched_getaffinity(0)),
             local_ranks(),
         )
     return threads

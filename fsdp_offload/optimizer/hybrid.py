@@ -55,7 +55,8 @@ class HybridDeviceOptimizer(Optimizer):
             and lets loads into the module be noticed. Weights of FSDP2's ``CPUOffloadPolicy`` move
             to the device.
         offload: ``"state"`` (default): optimizer state leaves the device. ``"all"``: frozen weights
-            of FSDP2 modules as well, which are fetched before each gather.
+            of FSDP2 modules as well, which are fetched before each gather, and gradients, from
+            their reduction to their updates.
         elementwise: for a class that is not torch's: each element's update depends on that element
             and its own state alone, and state is made at a parameter's first step. Without it such
             a class runs its own step on the device, and its state stays there.

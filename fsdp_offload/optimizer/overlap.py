@@ -237,7 +237,7 @@ class Overlap:
                 if not self._in_backward:
                     gate.gradients.close([param.parameter for param in gate.params], wait)
             # The snapshot too: its tensors (learning rate, clipping) are of the caller's stream.
-            gradients = (work.gradients[r.index] for r in gate.params)
+            gradients = (work.taken.get(r.index, work.gradients[r.index]) for r in gate.params)
             gate.held = [work.snapshot, *(g for g in gradients if g is not None)]
             if self._in_backward:
                 self.spend(gate.params)
@@ -381,9 +381,12 @@ class Overlap:
                     owner.life.check()
                 raise another_backward_error(param.fqn, is_stepped=not self.has_taken)
 
-    def after_reduce(self, index: int, reduced: Event, stream: Stream) -> None:
+    def after_reduce(
+        self, index: int, reduced: Event, stream: Stream, *, is_last: bool = True
+    ) -> None:
         """See :class:`..core.fsdp.Watcher`."""
-        if not self._in_backward or self._accumulating or not self.gates[index].params:
+        takes = self._in_backward and is_last and not self._accumulating
+        if not takes or not self.gates[index].params:
             return
         if self._steps + 1 in REORDER_AFTER:
             self.gates[index].reduced = stream.record_timed()
@@ -405,7 +408,7 @@ class Overlap:
         with owner.life.failing("backward()"):
             for param, gradient in zip(gate.params, gradients, strict=True):
                 if gradient is not None:
-                    self.work.gradients[param.index] = gradient
+                    self.work.put(param.index, gradient)
                     self.work.ready[param.index] = reduced
             self.spend(gate.params)
             gate.is_taken = True

@@ -31,6 +31,7 @@ read host memory. What other code writes there is fetched again before the updat
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Sequence
 from typing import Final
 
@@ -42,6 +43,7 @@ from ..link import Block, Link, Residence
 from ..plan.order import SlotUse, Visit, deadline_order, fetched_first, slot_use
 from ..plan.residency import AWAY_STEPS, choose, spread
 from ..update.params import Work
+from .gradient_slots import GradientSlots
 from .ring_bucket import RingBucket
 
 MARK_EVERY: Final = 8
@@ -70,6 +72,7 @@ class Ring:
         self._ranks: Sequence[int] = []  # of each, in the forward
         self._backend, self.overlap = backend, overlap
         self._use = SlotUse((), (0,))
+        self.gradients: GradientSlots | None = None  # where gradients come from host memory
         self.link = Link(backend, "state", turn_bytes=None if overlap == "step" else TURN_BYTES)
         self._free: list[Event | None] = []  # of each slot: when the last store has ended
         self._head = 0  # next position to be updated
@@ -238,6 +241,9 @@ class Ring:
         that will come are there, after ``start``, which updates wait for already: the rest, without
         buckets that have none, and the iteration ends."""
         waited = {start}  # by updates, on one stream
+        if self.gradients is not None:
+            buckets = (self.buckets[index].bucket for index in self.order[self._head :])
+            self.gradients.begin(buckets, work, self.link.update)
         while self._head < len(self.order):
             bucket = self.buckets[self.order[self._head]]
             self.prefetch()
@@ -286,13 +292,18 @@ class Ring:
             self._fetched_bytes += sum(block.n_bytes for block in blocks)
 
     def _step(self, bucket: RingBucket, gradients: list[Tensor | None], work: Work) -> None:
-        slot = self._use.slots[self._head]
+        slot, update, slots = self._use.slots[self._head], self.link.update, self.gradients
         for event in dict.fromkeys(map(self._ready, bucket.blocks)):
             if event is not None:
-                self.link.update.wait(event)
-        with span("update"):
-            self.link.update.launch(bucket.update.run, gradients, work.snapshot)
-        bucket.updated = self.link.update.record()
+                update.wait(event)
+        with (
+            span("update"),
+            contextlib.nullcontext(gradients)
+            if slots is None
+            else slots.lending(bucket.bucket, gradients, work, update) as lent,
+        ):
+            update.launch(bucket.update.run, lent, work.snapshot)
+        bucket.updated = update.record()
         for block in bucket.blocks:
             block.changed(bucket.updated)
         if leaving := bucket.blocks[slot is None :]:

@@ -32,6 +32,9 @@ class Statistics:
     """Host memory taken for it, alignment and staging included."""
     host_weight_bytes: int
     """Frozen weights in host memory (``offload="all"``)."""
+    host_gradient_bytes: int
+    """Host memory for gradients, which leave the device after their reduction
+    (``offload="all"``)."""
     pinned: bool
     """Whether all of that memory is page-locked."""
     pin_seconds: float
@@ -43,7 +46,7 @@ class Statistics:
     """Whether a ``PhaseOffloader`` has offloaded its device memory."""
     staging_bytes: int
     """Device memory of slots, buckets that stay, scratch and staging rings; while
-    the optimizer is away, of slots for weights alone."""
+    the optimizer is away, of slots for weights and gradients alone."""
     buckets: int
     """Units of update per step."""
     staying_buckets: int
@@ -72,6 +75,8 @@ class Statistics:
         ]
         if self.host_weight_bytes:
             lines.append(f"weights: {_size(self.host_weight_bytes)} in host memory")
+        if self.host_gradient_bytes:
+            lines.append(f"gradients: {_size(self.host_gradient_bytes)} of host memory")
         if self.memory_change:
             lines.append(f"device memory: {self.memory_change}")
         if self.steps:
@@ -95,7 +100,10 @@ def gather(updates: Updates) -> Statistics:
         values = (v for p in natives for v in updates.view.shown.get(p, {}).values())
         device_bytes += sum(v.numel() * v.itemsize for v in values if isinstance(v, Tensor))
     is_off = updates.overlap is not None and updates.overlap.is_off
-    weights = updates.weights
+    weights, gradients = updates.weights, updates.gradients
+    slot_bytes = (0 if weights is None else weights.slot_bytes) + (
+        0 if gradients is None else gradients.slots.n_bytes
+    )
     return Statistics(
         optimizer=type(updates.inner).__name__,
         overlap="step" if is_off else reserved.config.overlap or "step",
@@ -105,11 +113,12 @@ def gather(updates: Updates) -> Statistics:
         host_state_bytes=engine.payload_bytes,
         host_arena_bytes=reserved.pool.n_bytes,
         host_weight_bytes=0 if weights is None else weights.host_bytes,
+        host_gradient_bytes=0 if gradients is None else gradients.host_bytes,
         pinned=0 < reserved.pool.n_bytes == reserved.pool.pinned_bytes,
         pin_seconds=reserved.pool.seconds,
         host_bytes_by_holder=held_bytes(),
         is_away=place.is_away,
-        staging_bytes=engine.staging_bytes + (0 if weights is None else weights.slot_bytes),
+        staging_bytes=engine.staging_bytes + slot_bytes,
         buckets=sum(len(lane.buckets) for lane in engine.lanes),
         staying_buckets=len(engine.ring.staying),
         memory_change="" if updates.memory is None else updates.memory.last_change,

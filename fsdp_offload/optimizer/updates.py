@@ -31,6 +31,7 @@ from ..update.shadow import step_idle_groups
 from .device_memory import DeviceMemory
 from .device_state import DeviceState
 from .gradients import count_empty_shards, gradient_of
+from .host_gradients import HostGradients
 from .inventory import Placed
 from .lifecycle import SAVE, Lifecycle
 from .masters import Masters, remove_all, watch_reads
@@ -38,7 +39,7 @@ from .overlap import Overlap, make_overlap, with_overlap
 from .reservation import Reservation
 from .state_view import StateView, match
 from .weights import Weights
-from .whole_model import keep_on_host
+from .whole_model import keep_on_host, send_gradients
 from .wrapping import (
     GroupedParameters,
     changed_groups_error,
@@ -77,6 +78,7 @@ class Updates:
         self.reserved = Reservation(inner, models, config, backend, self.view)
         self.overlap: Overlap | None = None
         self.weights: Weights | None = None
+        self.gradients: HostGradients | None = None
         self.memory = DeviceMemory(backend) if config.device_memory == "auto" else None
         # It ends all work while masters can see the weights.
         self.device_state = DeviceState(self.reserved, finish=self.finish, turn=self.life.turn)
@@ -97,6 +99,7 @@ class Updates:
                 else:
                     self._extend(self.reserved.inventory.trainable())
                     self.reserved.take_over()
+                    self._send_gradients()
         except BaseException:
             self._give_back()
             raise
@@ -108,6 +111,13 @@ class Updates:
         )
         if self.weights is not None:
             reserved.use(self.weights)
+
+    def _send_gradients(self) -> None:
+        if self._config.offload == "all":
+            reserved = self.reserved
+            backend, config = reserved.backend, reserved.config
+            self.gradients = send_gradients(self._models, reserved.params, backend, config)
+            self._attach()
 
     def _make_overlap(self) -> None:
         self.overlap = make_overlap(self, self.inner, self._models, self.reserved.engine)
@@ -129,6 +139,8 @@ class Updates:
             engine.run(work, start)
             if self.weights is not None:
                 self.weights.passed_step()
+            if self.gradients is not None:
+                self.gradients.begin()
             self._end_updates(work)
             if self.memory is not None:
                 self.memory.look(self.steps + 1, engine.ring)
@@ -180,7 +192,7 @@ class Updates:
             self.overlap.check_taken(work)
         for param in params:
             if work.ready[param.index] is None:
-                work.gradients[param.index] = gradient_of(param)
+                work.put(param.index, gradient_of(param))
         count_empty_shards(params, self.reserved.never_have_gradients, work.gradients)
         return work
 
@@ -278,6 +290,8 @@ class Updates:
             self._attach()
 
     def _attach(self) -> None:
+        gradients = self.gradients
+        self.reserved.engine.ring.gradients = None if gradients is None else gradients.slots
         if self.overlap is not None:
             self.overlap.attach(self.reserved.params, self.reserved.engine)
         if self.weights is not None:
@@ -379,6 +393,8 @@ class Updates:
                 waits.callback(self.overlap.let_read)  # last
             waits.callback(self.reserved.engine.synchronize)
             waits.callback(self.device_state.wait)
+            if self.gradients is not None:
+                waits.callback(self.gradients.finish)
         if self.overlap is not None:
             self.overlap.open_all()
 
@@ -422,19 +438,21 @@ class Updates:
             return
         with self.life.turn("close()"):
             self.drain_quietly()
-            self._bring_weights_back()
+            self._bring_back()
             self.life.close()
             if not self.steps_itself:
                 self.view.shown.clear()
             self._give_back()
 
-    def _bring_weights_back(self) -> None:
+    def _bring_back(self) -> None:
+        if self.gradients is not None:
+            self.gradients.close()
         if self.weights is not None:
             self.weights.close()
-        self.weights = None
+        self.gradients = self.weights = None
 
     def _give_back(self) -> None:
-        self._bring_weights_back()
+        self._bring_back()
         if self.overlap is not None:
             self.overlap.unwatch()
             self.overlap.clear_spent()

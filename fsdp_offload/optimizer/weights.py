@@ -39,6 +39,7 @@ from ..core.config import OffloadConfig, align
 from ..core.errors import DeviceError, DeviceMemoryError, check_open
 from ..core.fsdp import Group, GroupShard
 from ..core.gated import GatedShard
+from ..core.storage import as_bytes
 from ..link import Block, HostPool, HostRange, Link, Residence
 from ..update.params import ParamState
 from .ring_bucket import RingBucket
@@ -457,11 +458,6 @@ class Weights:
             self._link.synchronize()
             self._held, self._free = {}, []
             self._pool.close()
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, 1-D."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 def padded_bytes(shard: GroupShard) -> int:

@@ -1,4 +1,4 @@
-"""Which weights leave the device."""
+"""Which weights and gradients leave the device."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from ..core.config import OffloadConfig
 from ..core.errors import ConfigError
 from ..core.fsdp import GroupShard, find_groups
 from ..core.progress import is_rank_0, warn
-from ..plan.residency import LEAST_SLOTS, bytes_for_weights, choose_travelling
+from ..plan.residency import LEAST_SLOTS, bytes_for_weights, choose_travelling, gradients_fit
+from ..update.params import ParamState
 from ..update.schema import has_schema, works_on_matrices
+from .host_gradients import HostGradients
 from .weights import SLOTS, Weights, padded_bytes
 
 _log = logging.getLogger("fsdp_offload")
@@ -96,3 +98,31 @@ def keep_on_host(
         count = sum(map(len, chosen))
         _log.info("%d weights, %d bytes, are in host memory", count, weights.host_bytes)
     return weights
+
+
+def send_gradients(
+    models: Sequence[nn.Module],
+    params: Sequence[ParamState],
+    backend: Backend,
+    config: OffloadConfig,
+) -> HostGradients | None:
+    """What ``offload="all"`` asks for: gradients leave of ``params`` whose state does. None: all
+    stay; with ``overlap="backward"`` they are used as soon as they are there.
+
+    Raises:
+        HostMemoryError, PinningError: see :class:`.HostGradients`.
+    """
+    groups, by_parameter = find_groups(models), {param.parameter: param for param in params}
+    found = [[by_parameter.get(p) for p in group.parameters] for group in groups]
+    known = [param for group in found for param in group if param is not None]
+    leaves = [[param is not None and param.lane == "streamed" for param in of] for of in found]
+    shard_bytes = sum(param.info.local_numel * param.info.dtype.itemsize for param in known)
+    state_bytes = sum(param.spec.state_bytes for param in known)
+    allowed = None if config.device_memory == "auto" else config.first_device_bytes
+    stay = gradients_fit(state_bytes, shard_bytes, allowed, backend.free_and_total()[1])
+    if config.overlap == "backward" or stay or not any(map(any, leaves)):
+        return None
+    gradients = HostGradients(groups, backend, config, leaves)
+    if is_rank_0():
+        _log.info("gradients leave the device: %d bytes of host memory", gradients.host_bytes)
+    return gradients

@@ -13,7 +13,7 @@ from ..core.config import align
 from ..core.errors import ConfigError, DeviceError
 from ..link import address_range
 from ..link.address_range import ALIGNMENT_BYTES, AddressRange, Chunk
-from ..link.storage_block import OwnedBlock
+from ..link.block import OwnedBlock
 from ..link.transfer import batches
 
 ROW_BYTES: Final = 512 << 20

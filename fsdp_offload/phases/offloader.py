@@ -29,7 +29,7 @@ from ..core.fsdp import find_groups
 from ..core.interrupts import held_back
 from ..core.offloadable import offloadable_of
 from ..link import address_range, held_bytes
-from ..link.storage_block import OwnedBlock, StorageBlock, collect, in_order
+from ..link.block import OwnedBlock, StorageBlock, collect, in_order
 from ..link.transfer import Figures, Handle, Transfer
 from .fixed import FixedMemory, is_movable
 from .gradients import Gradients

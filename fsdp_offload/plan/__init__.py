@@ -1,7 +1,6 @@
 """Decisions: pure functions of shapes, budgets and rates; no tensor is touched here."""
 
-from .lanes import choose_lanes
-from .layout import Bucket, Kind, Layout, ParamSpec, Slice, Span, make_layout
+from .layout import Bucket, Kind, Layout, ParamSpec, Slice, Span, choose_lanes, make_layout
 
 __all__ = [
     "Bucket",

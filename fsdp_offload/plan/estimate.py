@@ -13,13 +13,17 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ..core.config import GIB, SMALL_BUCKET_BYTES
-from .residency import margin_bytes, most_slots
+from .residency import LEAST_SLOTS, margin_bytes, most_slots
 
 MOST_GPUS: Final = 4096
 CONTEXT_BYTES: Final = 600 << 20
 """That CUDA, cuBLAS and NCCL take beside torch's allocator."""
 
 
+GATHER_SLOTS: Final = 3
+"""Groups of weights that the device has at a time, of those that leave."""
+GRADIENT_SLOTS: Final = 2
+"""Groups of gradients, likewise."""
 CARDS: Final = {
     "h100-80": int(79.2 * GIB),
     "h200": int(139.8 * GIB),
@@ -73,6 +77,7 @@ class Workload:
     checkpointed: bool = True
     shard_bytes: int = 2  # of one element: 2 (bf16), 4 (fp32)
     moments: str = "fp32"
+    offload: str = "state"  # "all": weights and gradients may leave as well
 
     @property
     def state_bytes(self) -> float:
@@ -94,14 +99,29 @@ class Estimate:
     stays_bytes: float
     """Of the state, on the device all the time."""
     slots_bytes: float
+    """Of what travels: state, weights and gradients."""
     host_bytes: float
     peak_bytes: float
     """Of torch's allocator, what stays and slots counted."""
+    weights_away_bytes: float = 0.0
+    gradients_away_bytes: float = 0.0
+
+    @property
+    def in_bytes(self) -> float:
+        """To the device in each iteration. Weights: for forward, backward and update."""
+        state = self.state_bytes - self.stays_bytes
+        return state + self.gradients_away_bytes + 3 * self.weights_away_bytes
+
+    @property
+    def out_bytes(self) -> float:
+        """To the host in each iteration."""
+        state = self.state_bytes - self.stays_bytes
+        return state + self.gradients_away_bytes + self.weights_away_bytes
 
     @property
     def travels_bytes(self) -> float:
-        """Of the state, each way in each iteration."""
-        return self.state_bytes - self.stays_bytes
+        """In the busier direction, in each iteration."""
+        return max(self.in_bytes, self.out_bytes)
 
 
 def estimate(
@@ -119,26 +139,60 @@ def estimate(
         ``None`` where it does not fit.
     """
     shards = model.params / work.gpus
-    weights, gradients = work.shard_bytes * shards, work.shard_bytes * shards
+    weights = gradients = work.shard_bytes * shards
     unsharded = 2 * (model.root_params + 2 * model.block_params)
-    bare = _bare_peak(model, work, weights, gradients, unsharded)
     state = work.state_bytes * shards
-    most = memory_bytes - CONTEXT_BYTES - margin_bytes(memory_bytes) - bare
-    allowed = most if device_memory_bytes is None else min(device_memory_bytes, most)
+    total = memory_bytes - CONTEXT_BYTES - margin_bytes(memory_bytes)
+    weights_stay, gradients_stay, lent = weights, gradients, 0.0
+    if work.offload == "all" and device_memory_bytes is None:
+        kept = estimate(model, replace(work, offload="state"), memory_bytes)
+        if kept is not None:  # state leaves first
+            return kept
+    if work.offload == "all":
+        free_bytes = total - _bare_peak(model, work, 0.0, 0.0, unsharded)
+        given = free_bytes if device_memory_bytes is None else min(free_bytes, device_memory_bytes)
+        weights_stay, gradients_stay, lent = _stay(model, work, weights, given)
+    bare = _bare_peak(model, work, weights_stay, gradients_stay, unsharded)
+    most = total - bare - lent
+    allowed = most
+    if device_memory_bytes is not None:
+        shared = weights_stay + gradients_stay + lent if work.offload == "all" else 0.0
+        allowed = min(most, max(0.0, device_memory_bytes - shared))
     stays, slots = _divide(state, max(0.0, allowed))
     if stays + slots > most:
         return None
     return Estimate(
-        weights_bytes=weights,
-        gradients_bytes=gradients,
+        weights_bytes=weights_stay,
+        gradients_bytes=gradients_stay,
         unsharded_bytes=unsharded,
-        activations_bytes=max(bare - weights - gradients - unsharded, 0.0),
+        activations_bytes=max(bare - weights_stay - gradients_stay - unsharded, 0.0),
         state_bytes=state,
         stays_bytes=stays,
-        slots_bytes=slots,
-        host_bytes=state,
-        peak_bytes=bare + stays + slots,
+        slots_bytes=slots + lent,
+        host_bytes=state + weights - weights_stay + gradients - gradients_stay,
+        peak_bytes=bare + stays + slots + lent,
+        weights_away_bytes=weights - weights_stay,
+        gradients_away_bytes=gradients - gradients_stay,
     )
+
+
+def _stay(
+    model: Model, work: Workload, weights: float, free_bytes: float
+) -> tuple[float, float, float]:
+    """Weights and gradients (as many bytes) that stay, and slots for those that leave.
+
+    By what a byte saves on the link: weights stay first, then gradients, then state.
+    """
+    group = work.shard_bytes * max(model.block_params, model.root_params) / work.gpus
+    left = free_bytes - float(LEAST_SLOTS * SMALL_BUCKET_BYTES) - 1024  # of roundings
+    lent = 0.0
+    if 2 * weights > left:
+        lent += GRADIENT_SLOTS * group
+    if weights > left - lent:
+        lent += GATHER_SLOTS * group
+    left = max(0.0, left - lent)
+    weights_stay = min(weights, left)
+    return weights_stay, min(weights, left - weights_stay), lent
 
 
 def bounds_ms(travels_bytes: float, compute_ms: float, link_gbps: float) -> tuple[float, float]:

@@ -23,7 +23,8 @@ from typing import Final
 
 import torch
 
-from ..core.config import align
+from ..core.config import Lane, OffloadConfig, align
+from ..core.errors import ConfigError
 
 ALIGN_NUMEL: Final = 64
 """Cuts and starts of parameters are multiples of this."""
@@ -222,3 +223,39 @@ def kind_range(
         return base, base + numel * kind.itemsize
     start, stop = slice_.start // kind.block_numel, -(-slice_.stop // kind.block_numel)
     return base + start * kind.itemsize, base + stop * kind.itemsize
+
+
+def choose_lanes(specs: Sequence[ParamSpec], config: OffloadConfig) -> tuple[Lane, ...]:
+    """One lane per spec, in update order, by global sizes alone: the same on every rank.
+
+    Parameters stay on the device in the given order as long as they fit into what may stay; a
+    parameter that does not fit is offloaded and later, smaller ones are still tried. So the
+    share that leaves is at least the one asked for, and exceeds it by less than the largest
+    parameter.
+
+    Raises:
+        ConfigError: ``update_on="host"``, and the optimizer works on whole matrices.
+    """
+    sizes = [c.global_bytes for c in specs]
+    allowance = (1.0 - config.offload_fraction) * sum(sizes)
+    away: Lane = "host" if config.update_on == "host" else "streamed"
+    lanes: list[Lane] = []
+    allowance -= sum(size for c, size in zip(specs, sizes, strict=True) if c.must_stay)
+    for spec, size in zip(specs, sizes, strict=True):
+        if spec.must_stay:
+            lanes.append("resident")
+        elif size > 0 and size <= allowance:
+            lanes.append("resident")
+            allowance -= size
+        else:
+            # Nothing to move: with a fraction of 0 everything is resident, also empty parameters.
+            keep = size == 0 and config.offload_fraction == 0
+            if spec.whole and away == "host" and not keep:
+                raise ConfigError(
+                    f"lane 'host' for {spec.fqn}",
+                    reason="its optimizer works on whole matrices, which may communicate on the "
+                    "device",
+                    remedy='use update_on="device"',
+                )
+            lanes.append("resident" if keep else away)
+    return tuple(lanes)

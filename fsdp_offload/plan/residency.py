@@ -206,6 +206,21 @@ def choose_travelling(sizes: Sequence[int], allowed: int, slots: int) -> set[int
     return travelling
 
 
+def gradients_fit(state: int, weights: int, allowed: int | None, total: int) -> bool:
+    """Whether gradients, as large as the weights, stay on a device of ``total`` bytes.
+
+    Args:
+        state: bytes of the optimizer's state.
+        weights: bytes of what it trains.
+        allowed: bytes for all of it; None: what is to spare. State gives way to gradients then, and
+            half of the device is for activations.
+    """
+    gradients = weights
+    if allowed is None:
+        return 2 * (weights + gradients) <= total
+    return state + weights + gradients <= allowed
+
+
 def most_slots(allowed: int, slot_bytes: int) -> int:
     """How many slots ``allowed`` bytes are good for, while buckets travel."""
     return max(LEAST_SLOTS, min(allowed // 2, MOST_SLOT_BYTES) // slot_bytes)

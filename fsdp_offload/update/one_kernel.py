@@ -1,6 +1,6 @@
-"""Adam and AdamW with ``fused=True``, in one call for many slices and without the class.
+"""Adam and AdamW with ``fused=True`` on CUDA, in one kernel for many slices, without the class.
 
-On CUDA, where masters or moments are unpacked: an element costs 50 bytes of device memory traffic
+Where masters or moments are unpacked, an element costs 50 bytes of device memory traffic
 and more if master, gradient and moments go to scratch memory and back. The Triton kernel keeps all
 of it in registers: 26 bytes with fp32 moments, 18 with bf16. Its bits are those of the unpacked
 path, which calls ``torch._fused_adamw_``. The class keeps Adam with a decay in the gradient:
@@ -60,25 +60,6 @@ class AdamConstants(NamedTuple):
             return None
         numbers = float(lr), float(betas[0]), float(betas[1]), float(decay), float(group["eps"])
         return cls(*numbers, bool(group["maximize"]), decoupled)
-
-
-def is_torchs_adam(optimizer: Optimizer, slices: Sequence[SliceState]) -> bool:
-    """Whether Adam or AdamW updates the slices by torch's own step: flat, without amsgrad."""
-    step = raw_step(type(optimizer))
-    return (
-        torch_class(optimizer) in (Adam, AdamW)
-        and (step.__module__, step.__qualname__) == ("torch.optim.adam", "Adam.step")
-        and all(
-            type(p.tensor) is Tensor
-            and p.param.schema.elementwise
-            and p.state.keys() == {"step", *_MOMENTS}
-            and p.state["step"].device == p.tensor.device
-            for p in slices
-        )
-    )
-
-
-# --------------------------------------------------------------------------- the Triton kernel
 
 
 class StepPowers:
@@ -213,16 +194,24 @@ class OneKernelAdam:
 
     @staticmethod
     def is_for(optimizer: Optimizer, slices: Sequence[SliceState]) -> bool:
-        """Whether there is a kernel: on CUDA, over fp32 masters; both moments in fewer bits or
-        none."""
-        if slices[0].tensor.device.type != "cuda" or not is_torchs_adam(optimizer, slices):
-            return False
-        fits = all(
-            p.tensor.dtype == torch.float32
-            and {m.name for m in p.param.moments} in (set(_MOMENTS), set())
-            for p in slices
+        """Whether there is a kernel: on CUDA, for torch's own step of Adam or AdamW without
+        amsgrad, over flat fp32 masters; both moments in fewer bits or none."""
+        step = raw_step(type(optimizer))
+        return (
+            slices[0].tensor.device.type == "cuda"
+            and torch_class(optimizer) in (Adam, AdamW)
+            and (step.__module__, step.__qualname__) == ("torch.optim.adam", "Adam.step")
+            and all(
+                type(p.tensor) is Tensor
+                and p.tensor.dtype == torch.float32
+                and p.param.schema.elementwise
+                and p.state.keys() == {"step", *_MOMENTS}
+                and p.state["step"].device == p.tensor.device
+                and {m.name for m in p.param.moments} in (set(_MOMENTS), set())
+                for p in slices
+            )
+            and moment_kernels() is not None
         )
-        return fits and moment_kernels() is not None
 
     def fits(self, snapshot: Snapshot) -> bool:
         """Whether the kernel computes with these hyper-parameters."""
@@ -280,62 +269,3 @@ class OneKernelAdam:
             for sliced, gradient in zip(self._slices, gradients, strict=True)
         }
         return self._together if len(found) == 1 else self._alone
-
-
-# --------------------------------------------------------------------------- torch's kernel
-
-
-class FusedAdam:
-    """Calls torch's fused kernel on lists that it makes once; on the CPU, and on CUDA where nothing
-    is unpacked.
-
-    The class makes its lists anew in every step, for 3.5 us per slice; an update of 4,096 elements
-    on the CPU takes 10. The Triton kernel takes eight slices per launch, which costs the host 1.2
-    to 1.4 times as much (one H100, 100 and 300 parameters).
-    """
-
-    def __init__(self, slices: Sequence[SliceState]) -> None:
-        self._slices = slices
-        self._lists: dict[int, list[list[Any]]] = {}  # by group: positions, then operands
-
-    @staticmethod
-    def is_for(optimizer: Optimizer, slices: Sequence[SliceState]) -> bool:
-        """Whether :meth:`run` may be tried."""
-        return is_torchs_adam(optimizer, slices) and all(
-            p.tensor.is_floating_point()
-            and {p.state[name].dtype for name in _MOMENTS} == {p.tensor.dtype}
-            for p in slices
-        )
-
-    def rebind(self) -> None:
-        """Forget tensors: the slices got others."""
-        self._lists = {}
-
-    def run(self, gradients: Sequence[Tensor | None], groups: Mapping[int, Any]) -> bool:
-        """Update all slices; False, and nothing done, if the class has to: a gradient is missing
-        or of another dtype, an update is the first one, or hyper-parameters are not numbers."""
-        for sliced, gradient in zip(self._slices, gradients, strict=True):
-            if not sliced.stepped or gradient is None or gradient.dtype != sliced.tensor.dtype:
-                return False
-        found = {index: AdamConstants.of(group) for index, group in groups.items()}
-        if not all(found.values()):
-            return False
-        if not self._lists:
-            for index, p in enumerate(self._slices):
-                own = self._lists.setdefault(p.param.group, [[], [], [], [], []])
-                tensors = (p.tensor, *(p.state[name] for name in (*_MOMENTS, "step")))
-                for some, each in zip(own, (index, *tensors), strict=True):
-                    some.append(each)
-        with torch.no_grad():
-            for index, (positions, weights, *moments, steps) in self._lists.items():
-                if (constants := found[index]) is None:
-                    continue
-                lr, beta1, beta2, decay, eps, maximize, decoupled = constants
-                function: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
-                torch._foreach_add_(steps, 1)
-                function(
-                    weights, [gradients[i] for i in positions], *moments, [], steps,
-                    lr=lr, beta1=beta1, beta2=beta2, weight_decay=decay, eps=eps,
-                    amsgrad=False, maximize=maximize,
-                )  # fmt: skip
-        return True

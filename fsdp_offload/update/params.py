@@ -23,6 +23,7 @@ from ..core.backend import Event
 from ..core.config import Lane, OffloadConfig
 from ..core.dtensor import ShardInfo, first_index
 from ..core.errors import ConfigError
+from ..core.recorded import Taken
 from ..plan import Kind, ParamSpec, Slice
 from ..plan.layout import ALIGN_NUMEL, CUDA_TILE_NUMEL
 from .moments import Moment, moments_of
@@ -240,6 +241,16 @@ class Work:
     snapshot: Snapshot
     ready: list[Event | None] = field(default_factory=list)
     """Per parameter, after which its gradient may be read; None: not known to be complete yet."""
+
+    taken: dict[int, Taken] = field(default_factory=dict)
+    """By parameter, those that are in host memory: there :attr:`gradients` has views of it."""
+
+    def put(self, index: int, gradient: Tensor | Taken | None) -> None:
+        """Let a parameter have this gradient."""
+        if isinstance(gradient, Taken):
+            self.taken[index] = gradient
+            gradient = gradient.place.host.view(-1)
+        self.gradients[index] = gradient
 
     def grow(self, count: int) -> None:
         """For ``count`` parameters: some were added."""

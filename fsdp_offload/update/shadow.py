@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.errors import StateSchemaError
-from .one_kernel import FusedAdam
 from .params import SliceState, Snapshot
 from .schema import host_overrides, is_torch_class, make_shadow, own_copy, raw_step
 
@@ -60,22 +59,17 @@ class Shadow:
         self._shadow = make_shadow(optimizer, groups)
         self._shadow.state = defaultdict(dict)
         self._has_all_state = False  # of the slices, their own dicts
-        self._adam = FusedAdam(slices) if FusedAdam.is_for(optimizer, slices) else None
 
     def rebind(self) -> None:
         """Take over tensors and state that the slices got anew."""
         self._shadow.state.clear()
         self._has_all_state = False
-        if self._adam is not None:
-            self._adam.rebind()
         for group, index in zip(self._shadow.param_groups, self._group_indices, strict=True):
             group["params"] = [p.tensor for p in self.slices if p.param.group == index]
 
     def step(self, gradients: list[Tensor | None], snapshot: Snapshot) -> None:
         """Update all slices that have a gradient (shaped like the slice's tensor)."""
         values = self._values(snapshot)
-        if self._adam is not None and self._adam.run(gradients, values):
-            return
         present: list[tuple[SliceState, Tensor]] = [
             (sliced, gradient)
             for sliced, gradient in zip(self.slices, gradients, strict=True)

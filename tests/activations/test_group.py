@@ -69,13 +69,6 @@ def test_the_bits_are_those_without_a_stash(stash: PagedStash) -> None:
     assert (now.overflows, now.inactive_groups) == (0, 0)
 
 
-def test_in_opposite_order_the_stacks_are_as_they_were(stash: PagedStash) -> None:
-    moe.gradients(moe.model().use(stash), moe.batch(3))
-    if (pool := stash._store.pool) is not None:
-        order = torch.arange(pool.free.numel(), dtype=torch.int32)
-        assert torch.equal(pool.free, order)
-
-
 def test_pages_are_used_where_they_should_be() -> None:
     stash = PagedStash(CPU, "20KiB", "32KiB", **SIZES)
     with stash.exact():

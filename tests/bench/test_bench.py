@@ -35,7 +35,8 @@ def bench(words: list[str]) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore")
 def test_iterations(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
-    rows = "plain,torchao,step-b8KiB-torchclip,backward-int8,step-host,step-f0,cpuoffload"
+    rows = "plain,torchao,step-b8KiB-torchclip,backward-int8,step-host,step-f0,step-all-d0"
+    rows += ",cpuoffload"
     bench([*TINY, *SHORT, "--json", str(out), "--rows", rows, "--shards", "fp32"])
     lines = capfd.readouterr().out.splitlines()
     assert lines[0].startswith("plain: iteration")
@@ -52,7 +53,8 @@ def test_iterations(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert found["backward-int8"]["moved_bytes"] < 3 * NUMEL
     assert "host" in found["step-host"]["lanes"]
     assert found["step-f0"]["lanes"] == {"resident": 8}
-    assert found["step-f0"]["losses"] == plain["losses"]  # fp32 shards: the same bits
+    for exact in ("step-f0", "step-all-d0"):  # fp32 shards: the same bits
+        assert found[exact]["losses"] == plain["losses"]
 
 
 def test_a_row_is_compared_with_plain_that_clips_if_it_does() -> None:

@@ -165,18 +165,6 @@ def test_the_first_error_ends_the_other_jobs() -> None:
     assert len(ran) < 1000
 
 
-@pytest.mark.parametrize(
-    ("cores", "ranks", "threads"),
-    [(1, 8, 1), (16, 4, 4), (640, 1, files.MAX_THREADS)],
-)
-def test_threads_are_this_ranks_share_of_the_cores(
-    monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, threads: int
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    monkeypatch.setattr(files, "local_ranks", lambda: ranks)
-    assert files.thread_count() == threads
-
-
 class PartPlanner(dcp.DefaultLoadPlanner):
     """Asks for one box of one tensor, whatever the target's layout."""
 

@@ -20,8 +20,7 @@ import pytest
 import torch
 
 from fsdp_offload import checkpoint
-from fsdp_offload.checkpoint import files, folder, state
-from fsdp_offload.checkpoint import planner as planner_module
+from fsdp_offload.checkpoint import files
 from fsdp_offload.core.config import TransferConfig
 from fsdp_offload.core.devices import backend_for
 from fsdp_offload.core.errors import LaneError
@@ -51,25 +50,6 @@ def saved_and_other(path: Path) -> tuple[dict[str, torch.Tensor], Pair]:
     loading = pair_of(layers(6, 6).bfloat16())
     step(loading, -3.0)
     return expected, loading
-
-
-def test_an_interrupt_in_the_take_over_comes_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Weights are the module's, state is not yet the optimizer's."""
-    expected, loading = saved_and_other(tmp_path / "one")
-    hand_over = state.hand_over
-
-    def interrupting(*args: Any) -> None:
-        interrupt()
-        hand_over(*args)
-
-    monkeypatch.setattr(planner_module, "hand_over", interrupting)
-    with pytest.raises(KeyboardInterrupt):
-        checkpoint.load(tmp_path / "one", *loading)
-    assert loading[1].param_groups[0]["lr"] == 0.25
-    assert_same(values_of(loading), expected)
-    step(loading)
 
 
 def test_a_load_that_was_interrupted_while_it_read_has_failed(tmp_path: Path) -> None:
@@ -116,30 +96,14 @@ def test_no_interrupt_leaves_a_thread_that_works() -> None:
     def work() -> None:
         files.run_all([lambda: None] * 3, threads=2)
 
-    errors, threads = [], threading.active_count()  # the errors keep what their frames have
+    errors, threads = [], {*threading.enumerate()}  # the errors keep what their frames have
     for at in range(1, lines(work, 0, "checkpoint/files.py")):
         try:
             lines(work, at, "checkpoint/files.py")
         except KeyboardInterrupt as error:
             errors.append(error)
-        assert threading.active_count() == threads, at
+        assert {*threading.enumerate()} <= threads, at
     assert len(errors) > 20
-
-
-@pytest.mark.parametrize("name", ["write_whole", "install"])
-def test_an_interrupted_commit_is_a_whole_one(tmp_path: Path, name: str) -> None:
-    pair = pair_of(layers(6, 6))
-    checkpoint.save(tmp_path / "one", *pair, extra={"turn": 1})
-    real = getattr(folder, name)
-
-    def interrupting(*args: Any, **options: Any) -> None:
-        interrupt()
-        real(*args, **options)
-
-    with mock.patch.object(folder, name, interrupting), pytest.raises(KeyboardInterrupt):
-        checkpoint.save(tmp_path / "one", *pair, extra={"turn": 2}, overwrite=True)
-    assert checkpoint.load(tmp_path / "one", *pair) == {"turn": 2}
-    assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
 
 def lines(work: Callable[[], Any], at: int, where: str = "fsdp_offload/checkpoint") -> int:

@@ -327,6 +327,8 @@ def test_two_models_with_equal_names_are_saved_as_one(tmp_path: Path, wrapped: b
 
     saved = nn.ModuleDict({"first": first, "second": second}), optimizer
     checkpoint.save(tmp_path / "one", *saved)
+    with pytest.raises(ConfigError, match=r"0\.weight.* of two of the models"):
+        checkpoint.load(tmp_path / "one", [first, second])
     first, second, optimizer = policy_and_value(wrapped)
     loading = nn.ModuleDict({"first": first, "second": second}), optimizer
     checkpoint.load(tmp_path / "one", *loading)

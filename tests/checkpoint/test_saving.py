@@ -159,19 +159,6 @@ def test_extra_is_that_of_rank_0_alone(ranks: Ranks, tmp_path: Path) -> None:
         assert found == [{"rank": 0}, {"rank": 0}, {}]
 
 
-def test_models_with_the_same_names_are_refused(tmp_path: Path) -> None:
-    parts = [layers(2), layers(2)]
-    parameters = [p for part in parts for p in part.parameters()]
-    optimizer = models.wrap(torch.optim.AdamW(parameters), parts)
-    checkpoint.save(tmp_path / "one", parts[0])
-
-    with pytest.raises(ConfigError, match=r"0\.weight.* of two of the models"):
-        checkpoint.save(tmp_path / "two", parts, optimizer)
-    with pytest.raises(ConfigError, match=r"0\.weight.* of two of the models"):
-        checkpoint.load(tmp_path / "one", parts)
-    assert [p.name for p in tmp_path.iterdir()] == ["one"]
-
-
 def save_other_shapes(root: Path) -> OffloadError | None:
     model = layers(4 + dist.get_rank())
     return refusal(lambda: checkpoint.save(root / "one", model))

@@ -37,18 +37,6 @@ def test_options_are_passed_on(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert not torch.equal(master, weight.float())  # the remainder counts
 
 
-def test_several_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save(tmp_path / "one")
-    words = ["export", str(tmp_path / "one"), str(tmp_path / "out"), "--max-shard-bytes", "24B"]
-    assert main([*words, "--json"]) == 0
-    paths = [row["path"] for row in json.loads(capsys.readouterr().out)["files"]]
-    assert [path.rpartition("/")[2] for path in paths] == [
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-        "model.safetensors.index.json",
-    ]
-
-
 @pytest.mark.parametrize(
     ("options", "code", "error"),
     [

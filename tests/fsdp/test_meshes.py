@@ -66,7 +66,12 @@ def train_twins(
 def train_and_leave(
     make: Callable[[], nn.Module], loss_of: Callable[[nn.Module, int], Tensor]
 ) -> nn.Module:
-    """:func:`train_twins` in the streamed lane; then all leaves and comes back as it was."""
+    """:func:`train_twins` in the streamed lane, of which gradients leave once; then all leaves and
+    comes back as it was."""
+    how: dict[str, Any] = {"overlap": "step", "offload": "all", "device_memory": 0}
+    _, away = train_twins(make, loss_of, steps=2, update_on="device", **how)
+    check(away.statistics().host_gradient_bytes > 0, "gradients leave")  # type: ignore[attr-defined]
+    away.close()  # type: ignore[attr-defined]
     model, optimizer = train_twins(make, loss_of, steps=3, update_on="device", overlap="backward")
     optimizer.zero_grad()
     before = [models.local(parameter).clone() for parameter in model.parameters()]

@@ -197,7 +197,7 @@ def draw_case(seed: int, ranks: int = 1) -> Case:
     wrap["device_memory"] = rng.choice(("auto", 0, "20000B", "60000B", "1MiB"))
     if is_own and elementwise:
         wrap["elementwise"] = True
-    return Case(
+    case = Case(
         seed=seed,
         ranks=ranks,
         cls=cls,
@@ -219,6 +219,10 @@ def draw_case(seed: int, ranks: int = 1) -> Case:
         reshard=rng.choice((None, True, False)),
         half_compute=sharded and dtypes[0] == FP32 and rng.random() < 0.2,
     )
+    if sharded and case.gives_model and rng.random() < 0.7:
+        wrap["offload"] = "all"
+        wrap["device_memory"] = rng.choice((0, wrap["device_memory"]))
+    return case
 
 
 def _draw_class(rng: random.Random, sharded: bool) -> tuple[type[Optimizer], dict[str, Any], str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from fsdp_offload.link.budget import (
     PAGE_BYTES,
     HostMemory,
     check_host_memory,
+    cores_per_rank,
     host_memory,
     local_ranks,
     size_text,
@@ -157,6 +159,15 @@ def test_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", wrong)
         with pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE"):
             local_ranks()
+
+
+@pytest.mark.parametrize(("ranks", "cores"), [(1, 16), (3, 5), (16, 1), (64, 1)])
+def test_ranks_of_a_host_divide_its_cores(
+    ranks: int, cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert cores_per_rank() == cores
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import subprocess
+import sys
 import threading
 import traceback
 import weakref
@@ -22,7 +24,6 @@ from fsdp_offload.core.devices import CpuBackend
 from fsdp_offload.optimizer import host
 from fsdp_offload.optimizer.host import HostBucket, HostLane
 from fsdp_offload.update.params import Snapshot, Work
-from tests.helpers.config import config
 from tests.helpers.lanes import in_lanes
 from tests.helpers.simulator import WaitingExecutor
 
@@ -106,18 +107,6 @@ def test_buckets_are_offered_once_as_their_gradients_arrive(job: Job) -> None:
         job.lane.synchronize()
         job.plain.step()
         job.check()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_parameters_without_a_gradient_are_left_alone(dtype: torch.dtype) -> None:
-    """Of a bucket that others are updated in, too; later they go on from where they were."""
-    job = Job(dtype)
-    for step, absent in enumerate(({0}, {1, 2, 5}, set(range(6)), set[int]())):
-        job.offer_all(job.work(step, frozenset(absent)))
-        job.lane.synchronize()
-        job.plain.step()
-        job.check()
-    job.optimizer.close()
 
 
 def test_gradients_may_be_of_more_bits_than_weights_but_not_than_updates() -> None:
@@ -243,6 +232,31 @@ def test_a_thread_that_is_gone_is_an_error_and_no_hang(job: Job) -> None:
         job.offer_all(job.work(0))
 
 
+def test_stopping_joins_nothing(job: Job, hold: threading.Event) -> None:
+    """Finalizers stop lanes, in any thread, under any lock."""
+    written = job.offer_all(job.work(0))
+    job.lane.stop()
+    assert not written[-1].query()
+    hold.set()
+    written[-1].synchronize()
+
+
+def test_a_finalizer_on_the_thread_does_not_wait_for_the_thread(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = HostBucket.step
+
+    def finalizing(bucket: HostBucket, *args: Any) -> None:
+        job.lane.synchronize()
+        step(bucket, *args)
+
+    monkeypatch.setattr(HostBucket, "step", finalizing)
+    job.offer_all(job.work(0))
+    job.lane.synchronize()
+    job.plain.step()
+    job.check()
+
+
 def test_a_thread_that_cannot_set_up_is_an_error_of_the_constructor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -314,14 +328,22 @@ def test_a_system_that_forbids_it_is_no_error(monkeypatch: pytest.MonkeyPatch) -
     job.optimizer.close()
 
 
-@pytest.mark.parametrize(("ranks", "threads"), [(1, 16), (3, 5), (16, 1), (64, 1)])
-def test_ranks_of_a_host_divide_its_cores(
-    ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    monkeypatch.setattr(logging.getLogger("fsdp_offload"), "disabled", True)
-    assert host.thread_count(config()) == threads
+def test_a_process_and_its_forks_end_while_there_is_a_thread() -> None:
+    source = """
+import os, sys, torch
+from fsdp_offload import HybridDeviceOptimizer
+model = torch.nn.Linear(64, 64)
+optimizer = HybridDeviceOptimizer(torch.optim.AdamW(model.parameters()), model, update_on="host")
+model(torch.ones(1, 64)).sum().backward()
+optimizer.step()
+if (child := os.fork()) == 0:
+    sys.exit(3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=300
+    )
+    assert (run.returncode, run.stdout) == (0, "3\n"), run.stderr
 
 
 # --------------------------------------------------------------------------- beside a streamed lane

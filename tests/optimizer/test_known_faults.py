@@ -23,7 +23,7 @@ from fsdp_offload.update.codec import decode_plain
 from tests.helpers import training
 from tests.helpers.compare import assert_same
 from tests.helpers.simulator import ADVERSARIES, StreamSimulator, use_backend
-from tests.helpers.training import LANES, each_lane, fill_gradients, values, wrap
+from tests.helpers.training import LANES, fill_gradients, values, wrap
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -71,52 +71,6 @@ def test_a_gradient_of_an_earlier_step_is_not_applied_when_there_is_none(
         assert float(new_state[index]["step"]) == (2 if unused else 3)
         if unused:
             assert_same(new_state[index], state[index])
-
-
-@pytest.mark.parametrize("lane", LANES)
-def test_zeroing_gradients_in_place_after_the_step_does_not_reach_updates_in_flight(
-    lane: str,
-) -> None:
-    """``zero_grad(set_to_none=False)`` writes on the caller's stream."""
-
-    def run(policy: str | None) -> list[Tensor]:
-        with use_backend(CpuBackend(CPU)) if policy is None else StreamSimulator(policy) as backend:
-            model = Model(torch.bfloat16)
-            optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=0.1), lane)
-            current = backend.current_stream()
-            for step in range(2):
-                fill_gradients(model, step)
-                optimizer.step()
-                for parameter in model.parameters():
-                    assert parameter.grad is not None
-                    current.launch(Tensor.zero_, parameter.grad)
-            optimizer.synchronize()
-            return values(model)
-
-    expected = run(None)
-    for policy in ("lazy", "eager", "immediate:current", "lag:update", "lag:host:out"):
-        assert_same(run(policy), expected)
-
-
-@each_lane
-def test_the_closure_runs_once(lane: str) -> None:
-    model = Model()
-    optimizer = wrap(torch.optim.AdamW(model.parameters()), lane)
-    calls = []
-
-    def closure() -> Tensor:
-        calls.append(torch.is_grad_enabled())
-        optimizer.zero_grad()
-        loss = sum((p * p).sum() for p in model.parameters())
-        loss.backward()
-        return loss
-
-    assert optimizer.statistics().buckets > 2
-    loss = optimizer.step(closure)
-
-    assert calls == [True]
-    assert isinstance(loss, Tensor)
-    assert loss.item() > 0
 
 
 # --------------------------------------------------------------------------- weights from outside

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_offload import BusyError, ClosedError, HybridDeviceOptimizer, PhaseOffloader, checkpoint
-from fsdp_offload.checkpoint import api
 from tests.fsdp import models
 from tests.fsdp.models import Ranks
 from tests.helpers.compare import assert_same
@@ -205,52 +204,6 @@ def test_a_closure_and_hooks_may_use_the_optimizer(elementwise: bool) -> None:
     assert read == [2] * 4
     for hook in hooks:
         hook.remove()
-    optimizer.close()
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_step_waits_for_a_save_on_another_thread(tmp_path: Path) -> None:
-    model, optimizer = made()
-    saved = [values(model), copy.deepcopy(optimizer.state_dict())]
-    saving, _save = threading.Event(), api._save
-
-    def slowly(*given: Any) -> None:
-        saving.set()
-        time.sleep(0.1)
-        _save(*given)
-
-    with mock.patch.object(api, "_save", slowly):
-        thread = threading.Thread(target=checkpoint.save, args=(tmp_path / "one", model, optimizer))
-        thread.start()
-        saving.wait()
-        train(model, optimizer, range(2, 3))
-        thread.join()
-    assert not torch.equal(saved[0][0], values(model)[0])
-    checkpoint.load(tmp_path / "one", model, optimizer)
-    assert_same([values(model), copy.deepcopy(optimizer.state_dict())], saved)
-    optimizer.close()
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("name", ["step", "load_state_dict", "zero_grad", "state"])
-def test_a_signal_handler_changes_nothing_in_the_middle_of_a_save(
-    name: str, tmp_path: Path, in_handler: Any
-) -> None:
-    model, optimizer = made()
-    saved = [values(model), copy.deepcopy(optimizer.state_dict())]
-    _save = api._save
-
-    def struck(*given: Any) -> None:
-        with pytest.raises(BusyError, match=r"in the middle of checkpoint\.save"):
-            in_handler(lambda: ENTRIES[name](optimizer, model, saved[1], tmp_path))
-        _save(*given)
-
-    with mock.patch.object(api, "_save", struck):
-        checkpoint.save(tmp_path / "one", model, optimizer)
-    assert_same([values(model), copy.deepcopy(optimizer.state_dict())], saved)
-    train(model, optimizer, range(2, 3))
-    checkpoint.load(tmp_path / "one", model, optimizer._wrapped)
-    assert_same([values(model), copy.deepcopy(optimizer.state_dict())], saved)
     optimizer.close()
 
 

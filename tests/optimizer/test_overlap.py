@@ -21,7 +21,7 @@ from fsdp_offload import (
     TransferConfig,
 )
 from fsdp_offload.core.devices import backend_for
-from fsdp_offload.optimizer import ring
+from fsdp_offload.optimizer import ring, ring_bucket
 from fsdp_offload.optimizer.host import HostBucket
 from fsdp_offload.optimizer.overlap import Times
 from fsdp_offload.optimizer.ring import Ring
@@ -159,7 +159,7 @@ def test_a_failure_in_backward_makes_the_optimizer_failed_until_a_load(
         raise ZeroDivisionError("in a bucket")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ring.BucketUpdate, "run", fail)
+        patch.setattr(ring_bucket.BucketUpdate, "run", fail)
         with pytest.raises(LaneError, match=r"backward\(\) failed.*in a bucket"):
             job.backward(3)
     uses = [job.optimizer.step, job.optimizer.zero_grad, job.optimizer.state_dict]

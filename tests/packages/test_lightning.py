@@ -59,14 +59,11 @@ def make_module(way: str, options: dict[str, Any]) -> Any:
 def make_strategy(way: str, full: bool, options: dict[str, Any]) -> Any:
     from lightning.pytorch.strategies import ModelParallelStrategy
 
-    class Offloading(ModelParallelStrategy):
-        def setup(self, trainer: Any) -> None:
-            super().setup(trainer)
-            module = self.lightning_module
-            self.optimizers = [HybridDeviceOptimizer(o, module, **options) for o in self.optimizers]
+    from fsdp_offload.integrations.lightning import OffloadStrategy
 
-    cls = Offloading if way == "strategy" else ModelParallelStrategy
-    return cls(save_distributed_checkpoint=not full)
+    if way == "strategy":
+        return OffloadStrategy(options, save_distributed_checkpoint=not full)
+    return ModelParallelStrategy(save_distributed_checkpoint=not full)
 
 
 def train(

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_offload import HybridDeviceOptimizer, SpentGradientError
+from fsdp_offload import ConfigError, HybridDeviceOptimizer, SpentGradientError
 from tests.fsdp.models import check
 from tests.helpers.ranks import RankError, RankPool
-from tests.packages.gloo_trainers import accelerate_with_fsdp2
+from tests.packages.gloo_trainers import accelerate_with_fsdp2, forgetting
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -106,32 +106,13 @@ def by_callback(base: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]
     return base, {"callbacks": [Offload()]}
 
 
-def by_prepare(base: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    from accelerate.optimizer import AcceleratedOptimizer
-
-    class Offloading(base):  # type: ignore[misc]
-        def create_accelerator_and_postprocess(self) -> None:
-            super().create_accelerator_and_postprocess()
-            prepare = self.accelerator.prepare
-
-            def prepare_and_wrap(*given: Any, **settings: Any) -> Any:
-                made = prepare(*given, **settings)
-                if isinstance(made, list | tuple) and isinstance(made[1], AcceleratedOptimizer):
-                    made[1].optimizer = wrapped(made[1].optimizer, made[0], options)
-                return made
-
-            self.accelerator.prepare = prepare_and_wrap
-
-    return Offloading, {}
-
-
 WAYS: dict[str, Any] = {
     "plain": lambda base, _: (base, {}),
     "plain factory": lambda base, _: by_factory(base, None),
     "factory": by_factory,
     "create_optimizer": by_override,
     "on_train_begin": by_callback,
-    "prepare": by_prepare,
+    "offload": lambda base, _: (base, {}),
 }
 
 
@@ -140,6 +121,8 @@ def train(
 ) -> list[Any]:
     """What the Trainer has logged, but for times, and who was asked to step."""
     from transformers import Trainer, TrainingArguments
+
+    from fsdp_offload.integrations.transformers import offload
 
     with accelerate_with_fsdp2():
         cls, more = WAYS[way](Trainer, options)
@@ -150,6 +133,8 @@ def train(
             eval_dataset=rows()[:4],
             **more,
         )
+        if way == "offload":
+            offload(trainer, **options)
         trainer.train(resume_from_checkpoint=resume or None)
         return finished(trainer, way)
 
@@ -165,7 +150,7 @@ def finished(trainer: Any, way: str) -> list[Any]:
 
 def test_smoke(ranks: Ranks, tmp_path: Path) -> None:
     expected = ranks(2).run(train, "plain", str(tmp_path / "plain"), False)
-    assert ranks(2).run(train, "prepare", str(tmp_path / "ours"), False) == expected
+    assert ranks(2).run(train, "offload", str(tmp_path / "ours"), False) == expected
 
 
 @pytest.mark.long
@@ -175,15 +160,15 @@ def test_smoke(ranks: Ranks, tmp_path: Path) -> None:
         ("factory", False),
         ("create_optimizer", False),
         ("on_train_begin", True),
-        ("prepare", False),
-        ("prepare", True),
+        ("offload", False),
+        ("offload", True),
     ],
 )
 def test_the_trainer_trains_saves_and_resumes_the_same(
     ranks: Ranks, tmp_path: Path, way: str, full: bool
 ) -> None:
     plain = "plain factory" if way == "factory" else "plain"
-    options = {"overlap": "forward"} if way in ("on_train_begin", "prepare") else {}
+    options = {"overlap": "forward"} if way in ("on_train_begin", "offload") else {}
     expected = ranks(2).run(train, plain, str(tmp_path / "plain"), full)
     assert any("eval_loss" in row for row in expected[0])
     assert sum("grad_norm" in row for row in expected[0]) == STEPS
@@ -201,7 +186,7 @@ def test_the_trainer_trains_saves_and_resumes_the_same(
 
 def clipped_in_backward(folder: str) -> str:
     try:
-        train("prepare", folder, False, overlap="backward")
+        train("offload", folder, False, overlap="backward")
     except SpentGradientError as error:
         return str(error)
     return ""
@@ -246,6 +231,8 @@ def fine_tune(way: str, folder: str, resume: str = "", **options: Any) -> list[A
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
+    from fsdp_offload.integrations.transformers import offload
+
     with accelerate_with_fsdp2():
         cls, more = WAYS[way](SFTTrainer, options)
         settings = arguments(
@@ -268,6 +255,8 @@ def fine_tune(way: str, folder: str, resume: str = "", **options: Any) -> list[A
             peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0),
             **more,
         )
+        if way == "offload":
+            offload(trainer, **options)
         trainer.train(resume_from_checkpoint=resume or None)
         return finished(trainer, way)
 
@@ -288,7 +277,7 @@ def test_trl_smoke(ranks: Ranks, tmp_path: Path) -> None:
     for package in ("trl", "peft", "datasets"):
         pytest.importorskip(package, reason=f"{package} is not installed")
     expected = ranks(2).run(fine_tune, "plain", str(tmp_path / "plain"))
-    assert ranks(2).run(fine_tune, "prepare", str(tmp_path / "ours")) == expected
+    assert ranks(2).run(fine_tune, "offload", str(tmp_path / "ours")) == expected
 
 
 @pytest.mark.long
@@ -301,6 +290,19 @@ def test_trl_with_lora_trains_and_resumes_the_same(
     expected = ranks(2).run(fine_tune, "plain", str(tmp_path / "plain"))
     assert sum("grad_norm" in row for row in expected[0]) == STEPS
     ours, again = str(tmp_path / "ours"), str(tmp_path / "again")
-    assert ranks(2).run(fine_tune, "prepare", ours, overlap=overlap) == expected
+    assert ranks(2).run(fine_tune, "offload", ours, overlap=overlap) == expected
     half = f"{ours}/checkpoint-2"
-    assert ranks(2).run(fine_tune, "prepare", again, half, overlap=overlap) == expected
+    assert ranks(2).run(fine_tune, "offload", again, half, overlap=overlap) == expected
+
+
+def test_a_trainer_whose_optimizer_accelerate_does_not_prepare_is_refused(tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from fsdp_offload.integrations.transformers import offload
+
+    settings = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], max_steps=1)
+    with forgetting():
+        trainer = offload(Trainer(make_model(), settings, train_dataset=rows()))
+        trainer.accelerator.prepare = lambda *given, **_: given[0] if len(given) == 1 else given
+        with pytest.raises(ConfigError, match="did not prepare it"):
+            trainer.train()

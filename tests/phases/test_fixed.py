@@ -24,7 +24,7 @@ from fsdp_offload.core.errors import (
 from fsdp_offload.core.storage import AddressPool, can_swap
 from fsdp_offload.link import address_range
 from fsdp_offload.link.address_range import HostDriver
-from fsdp_offload.link.storage_block import StorageBlock
+from fsdp_offload.link.block import StorageBlock
 from fsdp_offload.link.transfer import Transfer
 from fsdp_offload.phases import fixed
 from tests.away import has_memory

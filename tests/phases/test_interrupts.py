@@ -11,7 +11,7 @@ import torch
 
 from fsdp_offload import FixedAddressRegion, PhaseOffloader, swap
 from fsdp_offload.link.address_range import HostDriver
-from fsdp_offload.link.storage_block import StorageBlock
+from fsdp_offload.link.block import StorageBlock
 from fsdp_offload.update import state as state_io
 from tests.phases.twins import Job
 

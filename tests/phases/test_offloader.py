@@ -34,7 +34,7 @@ from fsdp_offload.core.errors import (
 from fsdp_offload.core.storage import can_swap
 from fsdp_offload.link import address_range, transfer
 from fsdp_offload.link.address_range import Chunk
-from fsdp_offload.link.storage_block import StorageBlock
+from fsdp_offload.link.block import StorageBlock
 from fsdp_offload.link.transfer import Handle
 from fsdp_offload.phases import offloader
 from tests.away import has_memory

@@ -25,7 +25,7 @@ from fsdp_offload import (
 )
 from fsdp_offload.core.backend import copy_all
 from fsdp_offload.link import HostRange
-from fsdp_offload.link.storage_block import StorageBlock
+from fsdp_offload.link.block import StorageBlock
 from fsdp_offload.optimizer.engine import Engine
 from tests.away import model_away, optimizer_alone
 from tests.helpers.compare import assert_same, bits

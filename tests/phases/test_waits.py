@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fsdp_offload import FixedAddressRegion, PhaseOffloader, swap
 from fsdp_offload.link import transfer
-from fsdp_offload.link.storage_block import StorageBlock
+from fsdp_offload.link.block import StorageBlock
 from tests.helpers.policies import POLICIES
 from tests.helpers.simulator import ADVERSARIES, StreamSimulator
 

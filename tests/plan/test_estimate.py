@@ -62,6 +62,7 @@ JOBS = st.builds(
     checkpointed=st.booleans(),
     shard_bytes=st.sampled_from([2, 4]),
     moments=st.sampled_from(["fp32", "bf16", "int8"]),
+    offload=st.sampled_from(["state", "all"]),
 )
 CHOSEN = st.sampled_from(sorted(CARDS))
 
@@ -80,6 +81,36 @@ def test_with_more_device_memory_less_travels(
     for found in (low, high):
         assert found.peak_bytes <= memory
         assert 0 <= found.stays_bytes <= found.state_bytes
+
+
+@given(SIZES, JOBS, CHOSEN)
+def test_what_fits_with_state_alone_away_fits_with_all_and_moves_no_more(
+    params: float, work: Workload, name: str
+) -> None:
+    model, card = Model.of_size(params), CARDS[name]
+    state, both = (estimate(model, replace(work, offload=x), card) for x in ("state", "all"))
+    if state is None:
+        return
+    assert both is not None
+    assert both.in_bytes == both.out_bytes == pytest.approx(state.travels_bytes)
+    assert both.weights_away_bytes == 0
+
+
+def test_a_model_of_which_nothing_stays_fits_into_a_small_card() -> None:
+    """7.9 G parameters: 16 bytes in per parameter with gradients, 14 out."""
+    model, work = Model(7_900_000_000, 38, 4096, 60000), Workload(16384, offload="all")
+    assert estimate(model, replace(work, offload="state"), 24 * GIB) is None
+    found = estimate(model, work, 24 * GIB, 0)
+    assert found is not None
+    assert found.peak_bytes < 14 * GIB
+    assert found.in_bytes / model.params == pytest.approx(18, rel=0.01)
+    assert found.out_bytes / model.params == pytest.approx(14, rel=0.01)
+    assert found.host_bytes / model.params == pytest.approx(14, rel=0.01)
+    more = estimate(model, work, CARDS["rtx-4090"])
+    assert more is not None
+    assert 0 < more.weights_bytes < 2 * model.params
+    assert (more.gradients_bytes, more.stays_bytes) == (0, pytest.approx(0, abs=1024))
+    assert more.in_bytes < found.in_bytes
 
 
 @given(SIZES, JOBS, CHOSEN)

@@ -10,6 +10,7 @@ from fsdp_offload.plan.residency import (
     allowed_bytes,
     choose,
     choose_travelling,
+    gradients_fit,
     margin_bytes,
     spread,
 )
@@ -121,3 +122,10 @@ def test_weights_stay_as_far_as_device_memory_goes_beside_slots() -> None:
         assert kept <= max(allowed - 5, 0)
         assert all(kept + sizes[i] > allowed - 5 for i in leaving)
     assert choose_travelling([], 0, 3) == set()
+
+
+def test_gradients_stay_where_everything_fits() -> None:
+    assert gradients_fit(12, 2, 16, 80)
+    assert not gradients_fit(12, 2, 15, 80)
+    assert gradients_fit(240, 20, None, 80)  # state leaves first
+    assert not gradients_fit(240, 21, None, 80)

@@ -29,9 +29,9 @@ from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer, checkpoint
 from fsdp_offload.bench import machine
+from fsdp_offload.bench.iteration import markdown_table
 from fsdp_offload.bench.machine import Row, seconds_of, slowest
 from fsdp_offload.bench.model import Job, sharded_model
-from fsdp_offload.bench.table import markdown_table
 from fsdp_offload.core import dtensor
 
 Calls = tuple[Callable[[], object], Callable[[], object], Callable[[], Any]]

@@ -29,9 +29,9 @@ from torch import Tensor
 
 from fsdp_offload import PhaseOffloader, swap
 from fsdp_offload.bench import machine
+from fsdp_offload.bench.iteration import Columns, markdown_table
 from fsdp_offload.bench.machine import Row, seconds_of, slowest
 from fsdp_offload.bench.model import Job, layers_for, sharded_model
-from fsdp_offload.bench.table import Columns, markdown_table
 from fsdp_offload.core import dtensor
 from fsdp_offload.core.config import GIB
 from fsdp_offload.core.devices import free_bytes, release_cached

@@ -1,0 +1,283 @@
+"""Stands for the local shard of a gradient that is in host memory.
+
+What clipping, ``GradScaler`` and ``zero_grad()`` do to gradients is answered without moving them.
+Norms were computed when the gradients were reduced, from the memory and by the kernel that torch
+would have used. A multiplication is noted, and done by the same operation when the values are
+fetched: the bits are the same. The factor is copied, because it is the caller's.
+
+All other code gets a copy, as of a weight in host memory (:mod:`.gated`). If the use has written
+into the copy, or its result may share its memory, the copy is the gradient from then on. It stays
+on the device, and an update reads it there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .backend import Event
+from .gated import GatedShard
+
+ORDERS: Final = (2.0, torch.inf)
+"""Of the norms that are recorded."""
+
+
+Operation = tuple[Callable[..., object], Any]
+"""What was done to gradients in place, and is still to be done to their values: a function of a
+list of them, with its operand."""
+Operations = tuple[Operation, ...]
+
+
+@torch.no_grad()
+def apply_all(pending: Sequence[tuple[Sequence[Tensor], Operations]]) -> None:
+    """Do to lists of tensors, each of one dtype, what was done to gradients."""
+    for tensors, operations in pending:
+        for apply, operand in operations:
+            apply(list(tensors), operand)
+
+
+def _each(func: Callable[..., object], tensors: list[Tensor], factor: Any) -> None:
+    for tensor in tensors:
+        func(tensor, factor)
+
+
+def _unscale(func: Callable[..., object], tensors: list[Tensor], inverse: Tensor) -> None:
+    func(tensors, torch.zeros_like(inverse), inverse)
+
+
+_ZERO: Final = functools.partial(_each, Tensor.fill_), 0.0
+
+
+@dataclass
+class Place:
+    """A gradient's values in host memory."""
+
+    host: Tensor  # of the shard's shape and dtype
+    start: int  # byte, in the memory of gradients that leave together
+    norms: Tensor  # one of each order, on the device; the next reduction writes into it
+    normed: Event  # after it, the norms are there
+    stored: Event  # after it, the values are
+    read: Event | None = None  # after it, the memory may be written into
+
+
+class Taken(NamedTuple):
+    """A gradient as an update reads it, whatever the caller does to it later."""
+
+    place: Place
+    operations: Operations
+
+
+class Record:
+    """One gradient in host memory; the :class:`.Keeper` of what stands for it.
+
+    Args:
+        fetch: gives a copy of what is at the place, for uses on the current stream.
+        wait: lets the current stream wait.
+        place: see :meth:`store`.
+    """
+
+    def __init__(
+        self, fetch: Callable[[Record], Tensor], wait: Callable[[Event], None], place: Place
+    ) -> None:
+        self.fetch, self.wait = fetch, wait
+        self._copied_version = self.version = 0  # the latter counts what was noted
+        self.store(place)
+
+    def store(self, place: Place) -> None:
+        """The values are there from now on."""
+        self.place, self._has_norms = place, True
+        self.operations: Operations = ()
+        self.real: Tensor | None = None  # the values, while they are on the device
+        self.version += 1
+
+    def note(self, *operations: Operation) -> None:
+        """These were done to the gradient in place, while its values are away."""
+        self.operations, self._has_norms = operations, False
+        self.version += 1
+
+    def keep(self, values: Tensor) -> Tensor:
+        """Have what was stored, and do what was noted since, on the device."""
+        apply_all([([values], self.operations)])
+        self.real, self.operations, self._has_norms = values, (), False
+        return values
+
+    @property
+    def taken(self) -> Taken:
+        """As it is now, for an update."""
+        return Taken(self.place, self.operations)
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether the stored values are of no use any more."""
+        return self.operations[:1] == (_ZERO,)
+
+    def norm(self, order: float) -> Tensor | None:
+        """As it was recorded: 0-dim, behind ``normed``, in memory that is used again."""
+        is_known = self._has_norms and order in ORDERS
+        return self.place.norms[ORDERS.index(order)] if is_known else None
+
+    # ------------------------------------------------------------------ Keeper
+
+    def take(self) -> Tensor:
+        """See :class:`.Keeper`."""
+        if self.real is not None:
+            return self.real
+        values = self.fetch(self)
+        apply_all([([values], self.operations)])
+        self._copied_version = values._version
+        return values
+
+    def used(self, shard: Tensor, *, is_shared: bool) -> None:
+        """See :class:`.Keeper`."""
+        if shard is not self.real and (is_shared or shard._version != self._copied_version):
+            self.operations = ()
+            self.keep(shard)
+
+    def bring_back(self) -> None:
+        """See :class:`.Keeper`."""
+        self.local()
+
+    def local(self) -> Tensor:
+        """See :class:`.Keeper`. On the device: there is no view of host memory to write to."""
+        return self.keep(self.fetch(self)) if self.real is None else self.real
+
+
+class RecordedShard(GatedShard):
+    """Stands for a gradient in host memory, of the shape, strides and device of ``shard``."""
+
+    keeper: Record
+
+    @property
+    def _version(self) -> int:  # type: ignore[override]
+        """Changes with each write."""
+        record = self.keeper
+        return record.version if record.real is None else record.version + record.real._version
+
+    @staticmethod
+    def _use(func: Any, args: Any, kwargs: Any) -> Any:
+        name = str(getattr(func, "__name__", "")).partition(".")[0]  # without the overload
+        found: Any = NotImplemented
+        if (answer := _ANSWERS.get(name)) is not None:
+            found = answer(func, *args, **(kwargs or {}))
+        return GatedShard._use(func, args, kwargs) if found is NotImplemented else found
+
+
+def record_of(tensor: object) -> Record | None:
+    """Of what stands for a gradient in host memory."""
+    return tensor.keeper if type(tensor) is RecordedShard else None
+
+
+# --------------------------------------------------------------------------- answers
+
+
+def _split(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Record]]:
+    """Those that are on the device, and the others."""
+    here, away = list[Tensor](), list[Record]()
+    for tensor in tensors:
+        record = record_of(tensor)
+        if record is not None and record.real is None:
+            away.append(record)
+        else:
+            here.append(tensor if record is None or record.real is None else record.real)
+    return here, away
+
+
+def _are_alike(tensors: Sequence[Tensor], dtype: object = None) -> bool:
+    """Else torch takes another kernel for all of a list."""
+    return dtype is None and len({tensor.dtype for tensor in tensors}) == 1
+
+
+def _norms(func: Any, tensors: list[Tensor], ord: Any = 2, dtype: Any = None) -> Any:
+    if not _are_alike(tensors, dtype):
+        return NotImplemented
+    here, away = _split(tensors)
+    recorded = _recorded(away, float(ord))
+    known = [each for each in recorded if each is not None]
+    copies = iter(torch.stack(known).unbind() if known else ())
+    # After GradScaler, or a second clipping: one copy at a time, and none is kept.
+    pairs = zip(away, recorded, strict=True)
+    of_away = iter([func([r.take()], ord)[0] if n is None else next(copies) for r, n in pairs])
+    of_here = iter(func(here, ord) if here else ())
+    return [next(of_away if _split([tensor])[1] else of_here) for tensor in tensors]
+
+
+def _recorded(away: Sequence[Record], order: float) -> list[Tensor | None]:
+    """Norms that the current stream may read."""
+    for event, record in {record.place.normed: record for record in away}.items():
+        record.wait(event)
+    return [record.norm(order) for record in away]
+
+
+def _is_scalar(factor: object) -> bool:
+    return type(factor) in (int, float) or (type(factor) is Tensor and factor.dim() == 0)
+
+
+def _note(away: Sequence[Record], apply: Callable[..., object], operand: Any) -> None:
+    noted = apply, operand.clone() if isinstance(operand, Tensor) else operand
+    for record in away:
+        record.note(*record.operations, noted)
+
+
+def _scale_all(func: Any, tensors: list[Tensor], factor: Any) -> Any:
+    if not _is_scalar(factor) or not _are_alike(tensors):
+        return NotImplemented
+    here, away = _split(tensors)
+    if here:
+        func(here, factor)
+    return _note(away, func, factor)
+
+
+def _scale(func: Any, tensor: Tensor, factor: Any, **options: Any) -> Any:
+    _, away = _split([tensor])
+    if options or not _is_scalar(factor) or not away:
+        return NotImplemented
+    _note(away, functools.partial(_each, func), factor)
+    return tensor
+
+
+def _check_and_unscale(func: Any, tensors: list[Tensor], found: Tensor, inverse: Tensor) -> Any:
+    """The largest element tells of all that are not finite; a norm of order 2 may overflow."""
+    _, away = _split(tensors)
+    known = [norm for norm in _recorded(away, torch.inf) if norm is not None]
+    if len(known) < len(tensors):
+        return NotImplemented
+    found.copy_(torch.maximum(found, (~torch.stack(known).isfinite()).any().to(found)))
+    return _note(away, functools.partial(_unscale, func), inverse)
+
+
+def _zero_all(func: Any, tensors: list[Tensor]) -> None:
+    here, away = _split(tensors)
+    if here:
+        func(here)
+    for record in away:
+        record.note(_ZERO)
+
+
+def _zero(func: Any, tensor: Tensor) -> Any:
+    if not _split([tensor])[1]:
+        return NotImplemented
+    _zero_all(func, [tensor])
+    return tensor
+
+
+def _like(func: Any, tensor: Tensor, **options: Any) -> Tensor:
+    looks = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    made: Tensor = func(looks, **{**options, "device": options.get("device") or tensor.device})
+    return made
+
+
+_ANSWERS: Final[dict[str, Callable[..., Any]]] = {
+    "_foreach_norm": _norms,
+    "_amp_foreach_non_finite_check_and_unscale_": _check_and_unscale,
+    **dict.fromkeys(("_foreach_mul_", "_foreach_div_"), _scale_all),
+    **dict.fromkeys(("mul_", "div_", "__imul__", "__itruediv__"), _scale),
+    "zero_": _zero,
+    "_foreach_zero_": _zero_all,
+    **dict.fromkeys(("zeros_like", "empty_like", "ones_like"), _like),
+}
+"""By the operation's name, of torch's functions and below them."""

@@ -1,0 +1,33 @@
+"""Lightning's ``ModelParallelStrategy``, for modules whose ``configure_model`` shards them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+from ..optimizer import HybridDeviceOptimizer
+
+
+class OffloadStrategy(ModelParallelStrategy):  # type: ignore[misc]
+    """Wrap each optimizer, after Lightning has moved what optimizers hold to the device.
+
+    A wrapper that ``configure_optimizers`` returned would have all of its state moved there.
+
+    Args:
+        options: keywords of :class:`.HybridDeviceOptimizer`, such as ``{"offload": "all"}``.
+        settings: of ``ModelParallelStrategy``.
+    """
+
+    optimizers: Any  # a property of the strategy
+
+    def __init__(self, options: dict[str, Any] | None = None, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._options = options or {}
+
+    def setup(self, trainer: Trainer) -> None:
+        """Wrap what ``configure_optimizers`` returned."""
+        super().setup(trainer)
+        module, options = self.lightning_module, self._options
+        self.optimizers = [HybridDeviceOptimizer(o, module, **options) for o in self.optimizers]
