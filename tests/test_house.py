@@ -9,7 +9,7 @@ from tests.helpers.scripts import Launch
 
 
 def test_measures_stay_below_what_they_are() -> None:
-    assert house.lines() <= 24_932  # trained weights and gradients in host memory
+    assert house.lines() <= 24936  # trained weights and gradients in host memory
     assert house.statements() <= 12_193 + 230 + 416  # the same
     assert len(house.sources()) <= 116 + 7
     assert house.long_files() == {}

@@ -102,8 +102,12 @@ class Reservation:
             )
         params, natives = self.inventory.plan(added, lanes=lanes)
         for param in params:
-            if (away := trained.get(param.parameter)) is not None:
-                param.host_shard = away.shard
+            if param.lane == "streamed" and param.parameter in trained:
+                param.host_shard = trained[param.parameter].shard
+        with_state = {param.parameter for param in params if param.host_shard is not None}
+        bring_back(dtensor.with_history(p) for p, _ in added if p not in with_state)
+        for param in params:
+            param.memory = dtensor.memory_of(param.parameter)
         shown = self.view.shown
         frozen = {p: shown[p] for p, _ in added if shown.get(p)}
         for param in params:

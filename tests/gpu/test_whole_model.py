@@ -75,7 +75,7 @@ def hold_up(optimizer: HybridDeviceOptimizer, late: str) -> None:
     if late == "compute":
         torch.cuda._sleep(SLEEP)
     elif late == "fetch" and optimizer._updates.weights is not None:
-        optimizer._updates.weights.link._in.launch(torch.cuda._sleep, SLEEP)
+        optimizer._updates.weights._link._in.launch(torch.cuda._sleep, SLEEP)
 
 
 def train(model: Any, optimizer: HybridDeviceOptimizer, late: str) -> list[Tensor]:
@@ -120,9 +120,9 @@ def test_frozen_weights_take_three_slots(mesh: Any) -> None:
     assert weights.slot_bytes == 3 * layer_bytes
     train(model, optimizer, "nothing")
     torch.cuda.synchronize()
-    fetched = weights.link.fetched_bytes
+    fetched = weights._link.fetched_bytes
     train(model, optimizer, "nothing")
-    per_step = (weights.link.fetched_bytes - fetched) / STEPS
+    per_step = (weights._link.fetched_bytes - fetched) / STEPS
     assert per_step <= 2 * LAYERS * layer_bytes  # a forward and a backward
     held = torch.cuda.memory_allocated()
     for parameter in model.parameters():
