@@ -115,8 +115,8 @@ class Away:
 
     def flush(self) -> None:
         """Let host memory have what was written into a copy, or the copy what updates wrote since
-        into host memory."""
-        if (kept := self.kept) is not None:
+        into host memory. Neither while a phase has the copy's memory: it is as it was then."""
+        if (kept := self.kept) is not None and not storages.is_empty(kept):
             if self._is_old():
                 self._fill(kept)
             else:
