@@ -34,7 +34,11 @@ LEAD_IN: Final = 4
 
 
 def measure(
-    trainer: Trainer, batches: Sequence[tuple[Tensor, Tensor]], warm_up: int, iterations: int
+    trainer: Trainer,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    warm_up: int,
+    iterations: int,
+    micro_batches: int = 1,
 ) -> Row:
     """Train ``warm_up`` and ``LEAD_IN`` iterations, then ``iterations`` timed ones."""
     device = batches[0][0].device
@@ -48,10 +52,11 @@ def measure(
             if index >= first:
                 points.append(stream.record_timed())
 
-        loss = trainer.model(*batches[index % len(batches)])
-        mark()
-        loss.backward()
-        mark()
+        for micro in range(index * micro_batches, (index + 1) * micro_batches):
+            loss = trainer.model(*batches[micro % len(batches)])
+            mark()
+            loss.backward()
+            mark()
         losses[index].copy_(loss.detach())
         trainer.clip()
         trainer.optimizer.step()
@@ -74,9 +79,12 @@ def measure(
         train(index)
     enqueued = time.perf_counter()
     finish(trainer, device)
-    row = times_ms(points) | {"host_ms": 1e3 * (enqueued - began) / (LEAD_IN + iterations)}
+    row = times_ms(points, micro_batches) | {
+        "host_ms": 1e3 * (enqueued - began) / (LEAD_IN + iterations)
+    }
     if device.type == "cuda":
         row["device_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+        row["device_reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
     found = losses.tolist()
     return row | {"losses": found, "loss": found[-1]}
 
@@ -88,11 +96,14 @@ def finish(trainer: Trainer, device: torch.device) -> None:
     machine.synchronize(device)
 
 
-def times_ms(points: Sequence[TimedEvent]) -> Row:
+def times_ms(points: Sequence[TimedEvent], micro_batches: int = 1) -> Row:
     """Medians of iterations and their parts; the device has passed all points."""
     spans = [one.elapsed_time(other) for one, other in pairwise(points)]
-    parts = {name: spans[i :: len(PARTS)] for i, name in enumerate(PARTS)}
-    totals = [sum(span) for span in zip(*parts.values(), strict=True)]
+    size = 2 * micro_batches + 1
+    whole = [spans[start : start + size] for start in range(0, len(spans), size)]
+    passes = [[sum(each[i:-1:2]) for each in whole] for i in range(2)]
+    parts = dict(zip(PARTS, [*passes, [each[-1] for each in whole]], strict=True))
+    totals = [sum(span) for span in whole]
     row: Row = {"iteration_ms": statistics.median(totals)}
     row |= {f"{name}_ms": statistics.median(span) for name, span in parts.items()}
     return row | {"iterations_ms": [round(total, 2) for total in totals]}
@@ -122,7 +133,8 @@ def run_row(
     trainer = None
     try:
         trainer = make_trainer(case, job, batches[0][0].device)
-        row |= measure(trainer, batches, options.warm_up, options.iterations)
+        counts = options.warm_up, options.iterations, options.micro_batches
+        row |= measure(trainer, batches, *counts)
         if case.kind in OURS:
             figures = trainer.optimizer.statistics()
             row |= {
@@ -139,6 +151,8 @@ def run_row(
     if trainer is not None and case.kind in OURS:
         with contextlib.suppress(OffloadError):  # the row says it already
             trainer.optimizer.close()
+    if "cap_bytes" in case.options:
+        torch.cuda.set_per_process_memory_fraction(1.0)
     return row
 
 
@@ -190,6 +204,7 @@ ITERATIONS: Final[Columns] = (
     ("of on-device", "of_on_device", ".3f"),
     ("GB/s", "gbps", ".1f"),
     ("device peak, GiB", "device_peak_gib", ".2f"),
+    ("reserved, GiB", "device_reserved_gib", ".2f"),
     ("host, GiB", "host_gib", ".2f"),
     ("loss", "loss", ".4f"),
 )

@@ -2,8 +2,8 @@
 
 ``plain`` is the optimizer on the device. ``default`` is ours without options; ``step``, ``forward``
 and ``backward`` are ours with that ``overlap``. ``torchao`` is its ``CPUOffloadOptimizer``;
-``cpuoffload`` is FSDP2's ``CPUOffloadPolicy`` with torch's fused AdamW on the CPU. Words joined by
-``-`` change a row:
+``cpuoffload`` is FSDP2's ``CPUOffloadPolicy`` with torch's fused AdamW on the CPU. ``compute`` is
+forward and backward alone. Words joined by ``-`` change a row:
 
 ====================  ======================================================================
 ``clip``              clip every iteration: ours with ``optimizer.clip_grad_norm_``
@@ -13,6 +13,7 @@ and ``backward`` are ours with that ``overlap``. ``torchao`` is its ``CPUOffload
 ``f0.5``              ``offload_fraction``
 ``d0``, ``d2GiB``     ``device_memory``
 ``b64MiB``            ``TransferConfig(bucket_bytes=...)``
+``c24GiB``            cap the memory of torch's allocator, once the model is there
 ``again``             nothing: the row once more, to see how much the machine drifts
 ====================  ======================================================================
 """
@@ -50,11 +51,13 @@ _NUMBERS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
     "f": ("offload_fraction", float),
     "d": ("device_memory", lambda size: f"{parse_bytes(size)}B"),
     "b": ("bucket_bytes", lambda size: f"{parse_bytes(size)}B"),
+    "c": ("cap_bytes", parse_bytes),
 }
 _WORDS_OF_PEERS: Final = {
     "plain": {"torchclip", "again"},
     "cpuoffload": {"torchclip", "again"},
     "torchao": {"again"},
+    "compute": {"again"},
 }
 
 
@@ -95,6 +98,16 @@ def _refused(name: str, reason: str) -> ConfigError:
     return ConfigError(f"row {name!r}", reason=reason, remedy=f"see the words in {__name__}")
 
 
+class Nothing:
+    """Drops gradients in the place of an optimizer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.zero_grad = model.zero_grad
+
+    def step(self) -> None:
+        """Leave the model as it is."""
+
+
 class Trainer(NamedTuple):
     """What one row trains: ``clip`` runs between backward and step."""
 
@@ -113,9 +126,16 @@ def make_trainer(case: Case, job: Job, device: torch.device) -> Trainer:
     is_cpu = case.kind == "cpuoffload"
     policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if is_cpu else None
     model = sharded_model(job, device, policy)
+    if case.kind == "compute":
+        return Trainer(model, Nothing(model), lambda: None)
     optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     if case.kind in OURS:  # the others keep no master of bf16 shards
         options = dict(case.options)
+        if cap_bytes := options.pop("cap_bytes", None):
+            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(
+                min(1.0, cap_bytes / torch.cuda.mem_get_info(device)[1])
+            )
         if case.kind != "default":
             options["overlap"] = case.kind
         transfer = TransferConfig(bucket_bytes=options.pop("bucket_bytes", None))

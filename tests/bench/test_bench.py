@@ -36,7 +36,7 @@ def bench(words: list[str]) -> dict[str, Any]:
 def test_iterations(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     rows = "plain,torchao,step-b8KiB-torchclip,backward-int8,step-host,step-f0,step-all-d0"
-    rows += ",cpuoffload"
+    rows += ",cpuoffload,compute"
     bench([*TINY, *SHORT, "--json", str(out), "--rows", rows, "--shards", "fp32"])
     lines = capfd.readouterr().out.splitlines()
     assert lines[0].startswith("plain: iteration")
