@@ -162,7 +162,7 @@ class Away:
             self.flush()
             if self.kept is not None:  # what has the same memory sees what is written now
                 return self.take()
-            self._weights.settle(self)
+            self._weights.catch_up(self)
             return self._values
 
     def bring_back(self) -> None:
@@ -333,7 +333,7 @@ class Weights:
         after = [self.backend.current_stream().record(), *stored([away])]
         return self._link.fetch(block, after=after) if block.n_bytes else None
 
-    def settle(self, away: Away) -> None:
+    def catch_up(self, away: Away) -> None:
         """Let host memory have its values of now, and be written into; blocks until it may."""
         self.evict(away.index)
         self._link.synchronize()  # a fetch may read what is written now
@@ -345,7 +345,7 @@ class Weights:
 
     def replace(self, away: Away, device: Tensor) -> None:
         """Let one shard have other values, as the current stream leaves them."""
-        self.settle(away)
+        self.catch_up(away)
         self._store([away.shard], [device])
 
     def _store(self, host: Sequence[Tensor], device: Sequence[Tensor]) -> None:
