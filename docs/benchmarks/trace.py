@@ -1,6 +1,6 @@
 """One iteration as torch's profiler sees it, drawn: who works when, on the host and on the device.
 
-    python docs/benchmarks/studies/trace.py --row backward-d2GiB --svg docs/internals/iteration.svg
+    python docs/benchmarks/trace.py --row backward-d2GiB --svg docs/internals/iteration.svg
 
 Needs a GPU. The job is the benchmarks' (1.33 G parameters), the row one of theirs.
 """
