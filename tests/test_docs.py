@@ -96,7 +96,9 @@ def test_pictures_are_drawn_from_the_figures_beside_them() -> None:
     curves = runpy.run_path(str(folder / "memory_over_time.py"))
     for figures in folder.glob("memory_over_time_*.json"):
         drawn[figures.with_suffix(".svg")] = curves["draw"](json.loads(figures.read_text()))
-    assert set(drawn) == set(folder.glob("*.svg"))
+    pictures = folder.parent / "pictures"
+    drawn |= runpy.run_path(str(pictures / "draw.py"))["pictures"]()
+    assert set(drawn) == {*folder.glob("*.svg"), *pictures.glob("*.svg")}
     assert [path.name for path, text in drawn.items() if path.read_text() != text] == []
     readme = (REPOSITORY / "README.md").read_text()
     assert chart["filled"](readme) == readme

@@ -71,7 +71,7 @@ class Picture:
         )
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {self.height:g}" '
-            f'width="{2 * WIDTH}" font-family="system-ui,Segoe UI,Helvetica,Arial,sans-serif">\n'
+            f'width="600" font-family="system-ui,Segoe UI,Helvetica,Arial,sans-serif">\n'
             f"<title>{escape(self.title)}</title>\n{style if self.theme is None else ''}"
             f'<rect width="{WIDTH}" height="{self.height:g}" rx="8" fill="{back}"/>\n'
             + "\n".join(self.elements)
