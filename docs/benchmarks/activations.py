@@ -239,7 +239,7 @@ def main(words: Sequence[str] | None = None) -> None:
     commit = where.get("commit", "unknown")
     lines = [
         f"{where.get('gpu', 'CPU')}, torch {where['torch']}, commit {commit}",
-        f"{job.params / 1e9:.2f} G parameters, {job.tokens} tokens; link, GB/s: {link}",
+        f"{job.params / 1e9:.2f}B parameters, {job.tokens} tokens; link, GB/s: {link}",
         "",
         *lines_of(rows, link),
     ]

@@ -2,7 +2,7 @@
 
     python docs/benchmarks/chart.py
 
-The job is the one of 7.9 G parameters. Files are ``whole_h100_*.json``; while there is none, those
+The job is the one of 7.9B parameters. Files are ``whole_h100_*.json``; while there is none, those
 of ``iteration_h100_*_7.9G_*.json``. Of a row that several files have, the newest counts.
 """
 
@@ -81,13 +81,13 @@ def chart(found: list[dict[str, Any]], theme: str) -> str:
     keys = {key: each for key, each in (CURVES | PEERS).items() if key in by_key}
     top = 66 + 17 * len(keys)
     height = top + PLOT + BOTTOM
-    picture = Picture(height, f"Time of an iteration by GPU memory, {params / 1e9:.1f} G", theme)
+    picture = Picture(height, f"Time of an iteration by GPU memory, {params / 1e9:.1f}B", theme)
 
     def at(gib: float, ms: float) -> tuple[float, float]:
         x = LEFT + gib / most_gib * (WIDTH - LEFT - RIGHT)
         return x, height - BOTTOM - ms / most_ms * PLOT
 
-    picture.text(12, 20, f"{params / 1e9:.1f} G parameters on one H100 of 80 GB", 14,
+    picture.text(12, 20, f"{params / 1e9:.1f}B parameters on one H100 of 80 GB", 14,
                  font_weight="bold")  # fmt: skip
     x, y = at(CARD_GIB, most_ms)
     picture.box(x, y, WIDTH - RIGHT - x, PLOT, "no")
@@ -123,9 +123,10 @@ def gain(found: list[dict[str, Any]]) -> str:
     job, params = found[-1]["job"], found[-1]["params"]
     least = points(found)["clip"][0]
     speed = 1e3 * job["tokens"] * job["ranks"] / least.ms
+    need_gib = BYTES_OF_ADAMW * params / 2**30
     return (
-        f"AdamW with an fp32 master needs {BYTES_OF_ADAMW * params / 2**30:.0f} GiB to train "
-        f"{params / 1e9:.1f} G parameters.\nThis package trains them in {least.gib:.0f} GiB of one "
+        f"AdamW with an fp32 master needs {need_gib:.0f} GiB of GPU memory to train "
+        f"{params / 1e9:.1f}B parameters.\nThis package trains them in {least.gib:.0f} GiB of one "
         f"H100, at {round(speed, -2):,.0f} tokens per second."
     )
 

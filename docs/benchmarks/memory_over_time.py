@@ -88,7 +88,7 @@ def draw(report: dict[str, Any]) -> str:
         x = LEFT + index / (count - 1) * (WIDTH - LEFT - RIGHT)
         return x, HEIGHT - BOTTOM - gib / ticks[-1] * (HEIGHT - TOP - BOTTOM)
 
-    title = f"One iteration: {report['params'] / 1e9:.2f} G parameters, {job['tokens']} tokens"
+    title = f"One iteration: {report['params'] / 1e9:.2f}B parameters, {job['tokens']} tokens"
     picture.text(12, 20, title, 14, font_weight="bold")
     picture.text(12, TOP - 8, "GPU memory, GiB", fill="faint")
     for gib in ticks:

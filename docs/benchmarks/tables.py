@@ -106,7 +106,7 @@ def iterations() -> Iterator[tuple[tuple[str, ...], str, list[str]]]:
         job, environment = report["job"], report["environment"]
         gpu = environment["gpu"].removeprefix("NVIDIA ").partition(" 80GB")[0]
         where = f"{job['ranks']} {gpu}" + "s" * (job["ranks"] > 1)
-        size = (f"{report['params'] / 1e9:.2f} G", f"{job['tokens']} tokens", where)
+        size = (f"{report['params'] / 1e9:.2f}B", f"{job['tokens']} tokens", where)
         size += ("checkpointed",) * job["checkpointed"]
         for row in report["rows"]:
             if row.get("status", "ok") != "ok" or "-again" in row["name"]:
@@ -121,12 +121,12 @@ def iterations() -> Iterator[tuple[tuple[str, ...], str, list[str]]]:
 def moves() -> Iterator[tuple[tuple[str, ...], str, list[str]]]:
     """Job, row, cells."""
     for file, report in reports("phases"):
-        job = (f"[leave one H100, {report['params'] / 1e9:.2f} G]({file.name})",)
+        job = (f"[leave one H100, {report['params'] / 1e9:.2f}B]({file.name})",)
         for row in report["rows"]:
             seconds = [f"{row[f'{way}_s']:.2f}" for way in ("out", "back")]
             yield job, PHASES[row["name"]], [f"{row['gib']:.1f}", *seconds]
     for file, report in reports("checkpoint"):
-        job = (f"[checkpoint of one H200, {report['job']['params'] / 1e9:.2f} G]({file.name})",)
+        job = (f"[checkpoint of one H200, {report['job']['params'] / 1e9:.2f}B]({file.name})",)
         gib = f"{report['job']['gb_per_rank'] * 1e9 / GIB:.1f}"
         rows = {row.get("what") or row["name"]: row["s"] for row in report["rows"]}
         for what, names in CHECKPOINTS.items():
@@ -140,7 +140,7 @@ def activations() -> Iterator[tuple[tuple[str, ...], str, list[str]]]:
             if row := report["rows"].get(name):
                 kept = f"{max(row.get('kept_gib', 0), 0):.1f}"
                 cells = [f"{row['iteration_ms']:.0f}", kept, f"{row['device_peak_gib']:.1f}"]
-                yield ("1.33 G, 16384 tokens",), f"[{what}]({file.name})", cells
+                yield ("1.33B, 16384 tokens",), f"[{what}]({file.name})", cells
     for file, report in reports("moe"):
         for size, rows in report["jobs"].items():
             for name, what in EXPERTS.items():

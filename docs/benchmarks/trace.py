@@ -2,7 +2,7 @@
 
     python docs/benchmarks/trace.py --row backward-d2GiB --svg docs/internals/profile.svg
 
-Needs a GPU. The job is the benchmarks' (1.33 G parameters), the row one of theirs.
+Needs a GPU. The job is the benchmarks' (1.33B parameters), the row one of theirs.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ from svg import WIDTH, Picture
 FOLDER = Path(__file__).resolve().parent
 MODULES: Final = 6
 """FSDP2 modules of the model."""
+STRETCH: Final = 1.75
+"""How much longer the forward takes with the updates beside it."""
 LEFT: Final = 90
 LANES: Final = ("model", "updates", "to the GPU", "to the CPU")
 SHOWN: Final = {"model": "GPU: model", "updates": "GPU: update"}
@@ -26,20 +28,22 @@ Span = tuple[float, float, str]
 
 def update(lanes: dict[str, list[Span]], begin: float, *, has_gradient: bool) -> None:
     """One module's: what it needs comes, then it runs, then what it wrote goes."""
+    came = begin + 0.85
     lanes["to the GPU"].append((begin, 0.85, "state"))
     if has_gradient:
-        lanes["to the GPU"].append((begin + 0.85, 0.25, "gradients"))
-        lanes["to the GPU"].append((begin + 1.1, 0.25, "weights"))
-    lanes["updates"].append((begin + 1.4, 0.4, "violet"))
-    lanes["to the CPU"].append((begin + 1.8, 0.85, "state"))
-    lanes["to the CPU"].append((begin + 2.65, 0.25, "weights"))
+        lanes["to the GPU"].append((came, 0.25, "gradients"))
+        came += 0.25
+    lanes["to the GPU"].append((came, 0.25, "weights"))
+    lanes["updates"].append((came + 0.3, 0.4, "violet"))
+    lanes["to the CPU"].append((came + 0.7, 0.85, "state"))
+    lanes["to the CPU"].append((came + 1.55, 0.25, "weights"))
 
 
 def modes() -> dict[str, tuple[str, dict[str, list[Span]]]]:
     """Of each ``overlap``: what it does, and what each lane does."""
     found: dict[str, tuple[str, dict[str, list[Span]]]] = {}
     every = range(MODULES)
-    ahead = 0.75  # of a fetch before what it is for
+    ahead = 0.9  # of a fetch before what it is for
     # "step": weights come for each module, gradients leave; the rest waits for step().
     lanes: dict[str, list[Span]] = {lane: [] for lane in LANES}
     lanes["to the GPU"] = [(i + 0.1, 0.5, "weights") for i in every]
@@ -50,12 +54,13 @@ def modes() -> dict[str, tuple[str, dict[str, list[Span]]]]:
         begin = end + 1.5 * i
         update(lanes, begin, has_gradient=True)
     found["step"] = ("all updates inside step()", lanes)
-    # "forward": updates run one module ahead of the forward that needs them.
+    # "forward": updates run ahead of the forward that needs them.
     lanes = {lane: [] for lane in LANES}
     for i in every:
-        begin = 1.5 * i - ahead
+        begin = STRETCH * i - ahead
         update(lanes, begin, has_gradient=True)
-        after = 1.5 * MODULES + 2 * i
+        lanes["to the GPU"].append((begin + STRETCH + 1.4, 0.25, "weights"))  # for the forward
+        after = STRETCH * MODULES + 2 * i
         lanes["to the GPU"].append((after + 0.4, 0.5, "weights"))
         lanes["to the CPU"].append((after + 2.1, 0.5, "gradients"))
     found["forward"] = ("updates beside the next forward; clipping works", lanes)
@@ -93,7 +98,7 @@ def iteration() -> str:
         picture.text(12, y, f'"{mode}"', font_weight="bold")
         picture.text(LEFT + 10, y, text, fill="faint")
         y += 8
-        stretch = 1.5 if mode == "forward" else 1.0
+        stretch = STRETCH if mode == "forward" else 1.0
         for row, lane in enumerate(LANES):
             picture.text(12, y + row * LANE + 13, SHOWN.get(lane, lane), fill="faint")
             picture.line([(LEFT, y + (row + 1) * LANE - 1), (WIDTH - 8, y + (row + 1) * LANE - 1)],
@@ -127,21 +132,21 @@ BYTES_GB: Final = {
         {"weights": 16, "gradients": 16, "state": 80},
     ),
 }  # fmt: skip
-"""Of 8 G bf16 parameters: on the GPU, in CPU memory. A weight is half of its master."""
+"""Of 8B bf16 parameters: on the GPU, in CPU memory. A weight is half of its master."""
 CARDS_GB: Final = {"RTX 4090": 24, "H100": 80}
 
 
 def bytes_by_option() -> str:
-    """Where 8 G parameters' weights, gradients and state lie."""
+    """Where 8B parameters' weights, gradients and state lie."""
     top, row_height = 76, 58
     bottom = top + row_height * len(BYTES_GB)
-    picture = Picture(bottom + 26, "Where the bytes of 8 G parameters lie")
+    picture = Picture(bottom + 26, "Where the bytes of 8B parameters lie")
     scale = (WIDTH - 48 - 34) / 130
 
     def at(gigabytes: float) -> float:
         return 48 + gigabytes * scale
 
-    picture.text(12, 20, "8 G bf16 parameters and AdamW: GB by place", 14, font_weight="bold")
+    picture.text(12, 20, "8B bf16 parameters and AdamW: GB by place", 14, font_weight="bold")
     x = 12
     for kind, colour in COLOURS.items():
         picture.box(x, 32, 12, 12, colour, rx=2)
