@@ -2,7 +2,7 @@
 
 Usage::
 
-    python docs/benchmarks/studies/activations.py [--host-memory 40GiB] [--json out.json]
+    python docs/benchmarks/activations.py [--host-memory 40GiB] [--json out.json]
 
 One job, each way in turn, in one run. ``none``: all activations on the device. ``all`` is
 :class:`ActivationOffload`. ``checkpointed`` computes blocks again; with ``inputs`` their inputs are
