@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
 import os
 import re
 import weakref
@@ -648,10 +649,10 @@ def refuse_a_small_device() -> None:
     for index in range(100):
         model = build(dist.get_world_size())
         gc.collect()
-        before, held, left = list(whole(model).values()), held_bytes(), iter(range(index))
+        before, held, calls = list(whole(model).values()), held_bytes(), itertools.count()
 
-        def limited(backend: CpuBackend, n_bytes: int, left: Any = left) -> Tensor:
-            if next(left, None) is None:
+        def limited(backend: Any, n_bytes: int, index: int = index, calls: Any = calls) -> Tensor:
+            if next(calls) == index:
                 raise torch.OutOfMemoryError("full")
             return allocate(backend, n_bytes)
 
