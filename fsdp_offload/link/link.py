@@ -131,7 +131,7 @@ class Link:
 
 
 @contextlib.contextmanager
-def room(n_bytes: int, what: str, remedy: str) -> Iterator[None]:
+def allocating(n_bytes: int, what: str, remedy: str) -> Iterator[None]:
     """Inside, device memory is taken for what is in host memory.
 
     Raises:

@@ -54,9 +54,9 @@ class HybridDeviceOptimizer(Optimizer):
         model: the module (or modules) whose parameters it holds: gives names, the update order,
             and lets loads into the module be noticed. Weights of FSDP2's ``CPUOffloadPolicy`` move
             to the device.
-        offload: ``"state"`` (default): optimizer state leaves the device. ``"all"``: frozen weights
-            of FSDP2 modules as well, which are fetched before each gather, and gradients, from
-            their reduction to their updates.
+        offload: ``"state"`` (default): optimizer state leaves the device. ``"all"``: weights of
+            FSDP2 modules as well, which are fetched before each gather, and gradients, from their
+            reduction to their updates. Trained ones stay of a class that works on matrices.
         elementwise: for a class that is not torch's: each element's update depends on that element
             and its own state alone, and state is made at a parameter's first step. Without it such
             a class runs its own step on the device, and its state stays there.
@@ -88,8 +88,9 @@ class HybridDeviceOptimizer(Optimizer):
             ``UnsupportedOptimizerError`` and ``UnsupportedParameterError`` are kinds of it.
         UnsupportedTorchError: this version of torch lacks a private name of FSDP2.
         DeviceError: a device that torch cannot use here, or parameters on several devices.
-        HostMemoryError: the state does not fit into host memory.
+        HostMemoryError: what is offloaded does not fit into host memory.
         PinningError: the driver refused to page-lock it.
+        DeviceMemoryError: the device has no room for slots, through which it travels.
         StateSchemaError: the class's step fails on a dense scratch parameter.
         StateDictError: state that the optimizer already has does not fit its parameters.
     """

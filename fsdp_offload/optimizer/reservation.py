@@ -18,7 +18,7 @@ from ..core.backend import Backend
 from ..core.config import Lane, OffloadConfig
 from ..core.errors import DeviceError, StateDictError
 from ..core.gated import bring_back
-from ..link import HostPool, room
+from ..link import HostPool, allocating
 from ..plan.residency import LEAST_SLOTS
 from ..update import state as state_io
 from ..update.params import MasterForm, ParamState
@@ -115,7 +115,7 @@ class Reservation:
         for index, param in enumerate(everything):
             param.spec = replace(param.spec, index=index)
         with (
-            room(LEAST_SLOTS * self.config.bucket_bytes, "state", "a smaller bucket_bytes="),
+            allocating(LEAST_SLOTS * self.config.bucket_bytes, "state", "a smaller bucket_bytes="),
             torch.no_grad(),
             self.engine.appending(self.inner, everything, params, natives, shown),
         ):

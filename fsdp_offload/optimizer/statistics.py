@@ -31,7 +31,7 @@ class Statistics:
     host_arena_bytes: int
     """Host memory taken for it, alignment and staging included."""
     host_weight_bytes: int
-    """Frozen weights in host memory (``offload="all"``)."""
+    """Weights in host memory, frozen and trained (``offload="all"``)."""
     host_gradient_bytes: int
     """Host memory for gradients, which leave the device after their reduction
     (``offload="all"``)."""

@@ -40,7 +40,7 @@ from ..core.errors import DeviceError, check_open
 from ..core.fsdp import Group, GroupShard
 from ..core.gated import GatedShard
 from ..core.storage import as_bytes
-from ..link import Block, HostPool, HostRange, Link, Residence, room
+from ..link import Block, HostPool, HostRange, Link, Residence, allocating
 from ..update.params import ParamState
 from .ring_bucket import RingBucket
 
@@ -238,7 +238,7 @@ class Weights:
         arena = self._pool.take(sum(sizes))
         try:
             count = min(SLOTS, sum(map(bool, sizes)))
-            with room(count * max(sizes), *_WHAT):
+            with allocating(count * max(sizes), *_WHAT):
                 self._free = [Slot(n, backend.allocate(max(sizes))) for n in range(count)]
         except BaseException:
             self._pool.close()
@@ -424,7 +424,7 @@ class Weights:
             DeviceMemoryError: there is no room; all stay in host memory.
         """
         arrived: Event | None = None
-        with self.turn(), room(sum(each.host.nbytes for each in shards), *_WHAT):
+        with self.turn(), allocating(sum(each.host.nbytes for each in shards), *_WHAT):
             memory = [self.backend.allocate(each.host.nbytes) for each in shards]
             for each, own in zip(shards, memory, strict=True):
                 arrived = each.come_back(own) or arrived
