@@ -229,8 +229,9 @@ class BatchCopies:
         """
         if self._backend.is_capturing():
             raise DeviceError(
-                "backward inside of a CUDA graph capture",
-                reason="its forward was outside, and what it saved is in host memory",
+                "backward inside a CUDA graph capture",
+                reason="its forward ran outside the capture, and its saved tensors are in "
+                "host memory",
                 remedy="capture forward and backward without an ActivationOffload",
             )
         self.collect()
@@ -250,9 +251,9 @@ class BatchCopies:
     def _bring_back(self, batch: Batch) -> None:
         if self.is_closed:
             raise ClosedError(
-                "backward of what an ActivationOffload has moved",
-                reason="it was closed, and its host memory given up",
-                remedy="call close() when no backward is left",
+                "backward of activations that an ActivationOffload moved",
+                reason="it was closed, and its host memory was freed",
+                remedy="call close() after the last backward",
             )
         batch.drop_dead()
         batch.place([self._backend.allocate(memory.numel()) for memory in batch.host])

@@ -84,9 +84,9 @@ class StashGroup:
         """
         if self._count is not None:
             raise ActivationError(
-                "rows() twice in one group",
+                "rows() called twice in one group",
                 reason="a group has one capacity",
-                remedy="use a group for each buffer",
+                remedy="open one group per buffer",
             )
         _check_buffer(x, self._store.device)
         _check_count(count, self._store.device)
@@ -107,8 +107,8 @@ class StashGroup:
         if hook is not None and self._outer is None and not self._store.is_open:
             self._store.counts["inactive_groups"] += 1
             self._store.log_once(
-                "PagedStash: a group inside of activation checkpointing or of other hooks for "
-                "saved tensors does nothing"
+                "PagedStash: a group does nothing inside activation checkpointing or "
+                "other hooks for saved tensors"
             )
             return self
         self._store.open()
@@ -152,7 +152,7 @@ class StashGroup:
         if self._count is None:
             raise ActivationError(
                 "a group without rows()",
-                reason="nothing says how many rows exist",
+                reason="the stash does not know how many rows are in use",
                 remedy="call group.rows(buffer, count) inside, or pass both to group()",
             )
         for handle in handles:
@@ -196,7 +196,7 @@ def _check_buffer(x: object, device: torch.device) -> None:
         what = f"{tuple(x.shape)} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
         raise ConfigError(
             f"rows of {what}",
-            reason="not a tensor with rows on the stash's device",
+            reason="x must be a tensor with rows on the stash's device",
             remedy=f"pass the buffer whose dim 0 is the capacity, on {device}",
         )
 
@@ -213,8 +213,8 @@ def _check_count(count: object, device: torch.device) -> None:
         what = f"a count of type {type(count).__name__}"
     raise ConfigError(
         what,
-        reason="not an integer tensor of one element on the stash's device",
-        remedy="pass what the dispatcher has on the device, such as counts.sum()",
+        reason="a count is an integer tensor with one element on the stash's device",
+        remedy="pass the dispatcher's count on the device, such as counts.sum()",
     )
 
 

@@ -106,6 +106,6 @@ def written_error(shape: torch.Size, dtype: torch.dtype) -> ActivationError:
     """Of a saved tensor that changed while it was needed."""
     return ActivationError(
         f"a saved tensor of shape {tuple(shape)}, {dtype}",
-        reason="it was written in place after an operation had saved it for its backward",
-        remedy="use an operation that is not in place",
+        reason="an in-place operation changed it after it was saved for backward",
+        remedy="use the out-of-place operation",
     )

@@ -126,8 +126,8 @@ class ActivationOffload(Saver):
             self._counts["inactive"] += 1
             if self._counts["inactive"] == 1:
                 _log.info(
-                    "ActivationOffload: entered inside of activation checkpointing or of other "
-                    "hooks for saved tensors, it does nothing"
+                    "ActivationOffload: does nothing inside activation checkpointing or "
+                    "other hooks for saved tensors"
                 )
             return self
         if not self._copies.live():
@@ -154,14 +154,14 @@ class ActivationOffload(Saver):
         self._thread = self._thread or threading.get_ident()
         if self._thread != threading.get_ident():
             raise ActivationError(
-                "an ActivationOffload in another thread than before",
-                reason="batches are in the order of one stream",
-                remedy="use one of its own in each thread",
+                "an ActivationOffload used in a second thread",
+                reason="batches follow the order of one stream",
+                remedy="use one ActivationOffload per thread",
             )
         if self._backend.is_capturing():
             raise DeviceError(
                 "an ActivationOffload inside a CUDA graph capture",
-                reason="where batches go is decided by the host, in each iteration anew",
+                reason="the host decides in each iteration where batches go",
                 remedy="capture without it; a PagedStash can be captured",
             )
 
@@ -245,12 +245,12 @@ def _check(host_memory: object, n_bytes: int, share: object) -> None:
     if not n_bytes:
         raise ConfigError(
             f"host_memory={host_memory!r}",
-            reason="nothing can be moved",
+            reason="nothing can move without host memory",
             remedy='give a size such as "48GiB", or use no ActivationOffload',
         )
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
         raise ConfigError(
             f"share={share!r}",
-            reason="it is no number from 0 to 1",
-            remedy="use 1.0 to move all",
+            reason="it must be a number from 0 to 1",
+            remedy="use 1.0 to move everything",
         )

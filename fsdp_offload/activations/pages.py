@@ -116,9 +116,9 @@ class PagePool:
         if not self._tables_to_capture or self._tables_to_capture[-1].pages.numel() < n_pages:
             raise ActivationError(
                 f"a group of up to {n_pages} pages inside a CUDA graph capture",
-                reason="no page table for it is left, and a capture can make none",
-                remedy="call prepare(captured_groups=...) with the number of groups of all "
-                "captures, after an iteration with the largest buffers",
+                reason="the prepared page tables are used up, and a capture cannot allocate one",
+                remedy="run an iteration with the largest buffers, then "
+                "prepare(captured_groups=...) for the groups of all captures",
             )
         table = self._tables_to_capture.pop()
         self._captured.append(table)  # replays go on using its memory

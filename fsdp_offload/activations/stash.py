@@ -134,7 +134,7 @@ class PagedStash:
         made = StashGroup(self._store)
         if (x is None) != (rows is None):
             raise ConfigError(
-                "group() with one of x and rows", reason="both are needed", remedy="pass both"
+                "group() with only one of x and rows", reason="it needs both", remedy="pass both"
             )
         if x is not None and rows is not None:
             made.rows(x, rows)
@@ -196,16 +196,16 @@ class PagedStash:
         if store.n_live:
             raise ActivationError(
                 f"prepare() with {store.n_live} live groups",
-                reason="their backward needs the present memory",
+                reason="their backward still reads the current pool",
                 remedy="call it between iterations",
             )
         if margin < 1:
-            raise ConfigError(f"margin={margin}", reason="below 1", remedy="use 1.25")
+            raise ConfigError(f"margin={margin}", reason="it must be at least 1", remedy="use 1.25")
         if self._device_bytes is None and not store.most_pages:
             raise ActivationError(
                 "prepare() before any group was recorded",
-                reason="nothing says how large the pool should be",
-                remedy="run one iteration before, or give device_bytes",
+                reason="the size of the pool is unknown",
+                remedy="run one iteration first, or pass device_bytes",
             )
         plan = make_plan(
             store.recorded,
@@ -225,8 +225,9 @@ class PagedStash:
                 raise
             raise DeviceMemoryError(
                 f"a pool of {plan.device_bytes / MIB:.0f} MiB",
-                reason=f"{error}; there is none now, and groups are exact",
-                remedy="give a smaller device_bytes, and host_bytes for the rest",
+                reason=f"{error}; the stash goes on without a pool, and groups wait for "
+                "exact counts",
+                remedy="pass a smaller device_bytes, and host_bytes for the rest",
             ) from error
         store.pool = pool
         _log.info("PagedStash: %s", plan.explain())
@@ -310,8 +311,9 @@ class PagedStash:
             result, flags = self._attempt(fn, True, process_group)
         need = self._store.most_pages * self._store.page_bytes
         self._store.log_once(
-            f"PagedStash: the work was repeated; up to {need / MIB:.0f} MiB were in use at once: "
-            "call prepare() again, or give a larger device_bytes"
+            "PagedStash: pages ran out, so run() repeated the work. It needs "
+            f"{need / MIB:.0f} MiB: call prepare() again, or pass a larger "
+            "device_bytes"
         )
         _raise_if_set(flags)
         return result
@@ -330,7 +332,9 @@ class PagedStash:
         *flags, failed = self._agree("run()", process_group)
         if failed:
             raise ActivationError(
-                "run()", reason="it raised on another rank", remedy="look at that rank's error"
+                "run()",
+                reason="it raised an error on another rank",
+                remedy="look at that rank's error",
             )
         return result, flags
 
@@ -391,8 +395,8 @@ class PagedStash:
         if self._backend.is_capturing():
             raise DeviceError(
                 f"{what} inside a CUDA graph capture",
-                reason="the host waits for the device there",
-                remedy=f"call {what} outside of the capture",
+                reason="it makes the host wait for the device",
+                remedy=f"call {what} outside the capture",
             )
 
 
@@ -401,13 +405,12 @@ def _raise_if_set(flags: Sequence[int]) -> None:
     if invalid:
         raise StashOverflowError(
             f"{rows} rows beyond the capacity of a buffer" if rows > 0 else "a count below 0",
-            reason="the dispatcher has dropped some, or counted wrongly",
-            remedy="make the buffer larger, or use run(fn) and dispatch with its true size in "
-            "fn(True)",
+            reason="the dispatcher dropped rows, or counted them wrongly",
+            remedy="enlarge the buffer, or use run(fn) and dispatch at the true size in fn(True)",
         )
     if overflows:
         raise StashOverflowError(
             "pages ran out",
-            reason="what was computed since the last check is undefined",
-            remedy="use run(), which repeats it, or call prepare() with a larger margin",
+            reason="results since the last check are undefined",
+            remedy="use run(), which repeats the iteration, or call prepare() with a larger margin",
         )

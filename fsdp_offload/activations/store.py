@@ -77,9 +77,9 @@ class PagedRows:
         is_captured = self._parts[0][0].is_captured
         if self._pool.backend.is_capturing() != is_captured:
             raise DeviceError(
-                f"backward {'outside' if is_captured else 'inside'} of a CUDA graph capture",
-                reason=f"its forward was {'captured' if is_captured else 'not'}, and pages are "
-                "released once",
+                f"backward {'outside' if is_captured else 'inside'} a CUDA graph capture",
+                reason=f"its forward was {'captured' if is_captured else 'not captured'}, "
+                "and pages can be released only once",
                 remedy="capture forward and backward, or neither",
             )
         first = 0
@@ -152,23 +152,23 @@ class RowStore:
         self._thread = self._thread or threading.get_ident()
         if self._thread != threading.get_ident():
             raise ActivationError(
-                "a group in another thread than the stash's first one",
-                reason="groups share stacks of pages in the order of one stream",
-                remedy="use a PagedStash of its own in each thread",
+                "a group in a second thread",
+                reason="groups take and return pages in the order of one stream",
+                remedy="use one PagedStash per thread",
             )
         if self.is_open:
             raise ActivationError(
-                "a group inside of a group of the same stash",
+                "a group inside another group of the same stash",
                 reason="a saved tensor would belong to both",
-                remedy="close the first group before, or use one group for both",
+                remedy="close the outer group first, or use one group for both",
             )
         if self.backend.is_capturing():
             if self.pool is None or self.is_exact or not self.pool.can_capture:
                 raise DeviceError(
                     "a group inside a CUDA graph capture without pages",
-                    reason="the host would have to wait for the number of rows",
-                    remedy="call prepare() before the capture, where Triton works, and capture "
-                    "outside of exact()",
+                    reason="the host would have to wait for the row count",
+                    remedy="install Triton, call prepare() before the capture, and capture "
+                    "outside exact()",
                 )
         self.collect()
         self.is_open = True
@@ -288,7 +288,7 @@ def _exact_count(count: Tensor, capacity: int) -> int:
     if not 0 <= rows <= capacity:
         raise StashOverflowError(
             f"{rows} rows of {capacity}",
-            reason="the buffer cannot hold them, so the dispatcher has dropped some",
-            remedy="make the buffer larger, or dispatch again with its true size",
+            reason="the buffer is too small, so the dispatcher dropped rows",
+            remedy="enlarge the buffer, or dispatch again at the true size",
         )
     return rows

@@ -46,7 +46,7 @@ class Job:
         if self.tokens % self.seq or self.dim % self.heads:
             raise ConfigError(
                 f"tokens={self.tokens}, seq={self.seq}, dim={self.dim}",
-                reason=f"tokens are whole sequences, dim is divided into {self.heads} heads",
+                reason=f"tokens must be a multiple of seq, and dim of {self.heads} heads",
                 remedy="change --tokens, --seq or --dim",
             )
 

@@ -95,7 +95,7 @@ def _read(name: str, word: str) -> tuple[str, Any]:
 
 
 def _refused(name: str, reason: str) -> ConfigError:
-    return ConfigError(f"row {name!r}", reason=reason, remedy=f"see the words in {__name__}")
+    return ConfigError(f"row {name!r}", reason=reason, remedy=f"use the words in {__name__}")
 
 
 class Nothing:

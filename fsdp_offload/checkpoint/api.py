@@ -259,7 +259,7 @@ def _in_background(
                 failed = without_group(writer.path)
                 failed.__cause__ = error
             said = str(failed) or repr(failed)  # KeyboardInterrupt says nothing
-            _log.error("saving %s in the background failed: %s", writer.path, said)
+            _log.error("the save of %s in the background failed: %s", writer.path, said)
             future.set_exception(failed)
         else:
             future.set_result(None)
@@ -372,9 +372,9 @@ def _wait(store: Any, turn: int, call: str, interrupt: Note) -> None:
             absent = sorted({*range(size)} - {*here})
             if absent and rank == here[0]:
                 _log.warning(
-                    "checkpoint.%s has waited %.0f s for %d of %d ranks, which have not "
-                    "called it: %s%s. Remedy: call it on all ranks, not on some of them (as in "
-                    "`if rank == 0:`)", call, _ABSENT_S, len(absent), size,
+                    "checkpoint.%s has waited %.0f s for %d of %d ranks that have not "
+"called it: %s%s. Remedy: call it on all ranks, not only inside `if "
+"rank == 0:`", call, _ABSENT_S, len(absent), size,
                     ", ".join(map(str, absent[:8])), ", ..." if absent[8:] else "",
                 )  # fmt: skip
 

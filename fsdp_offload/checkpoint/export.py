@@ -111,7 +111,7 @@ def _wanted(source: object, optimizer: object, dtype: Any, *prefixes: object) ->
     if dtype not in _DTYPES:
         raise ConfigError(
             f"dtype={dtype!r}",
-            reason="weights are written in bf16 or fp32, or as they are",
+            reason="weights are written in bf16 or fp32, or in their own dtype",
             remedy='use "bf16", "fp32" or None',
         )
     check_optimizer(optimizer, several='leave it out with dtype="bf16" or None')
@@ -120,8 +120,8 @@ def _wanted(source: object, optimizer: object, dtype: Any, *prefixes: object) ->
         raise ConfigError(
             f"source of type {type(source).__name__}, optimizer of type {type(optimizer).__name__}"
             f", prefixes {prefixes}",
-            reason="a checkpoint holds the masters itself, and only its keys have prefixes",
-            remedy="pass the model and its optimizer, or the path of a checkpoint alone",
+            reason="a checkpoint contains its own masters, and only checkpoint keys have prefixes",
+            remedy="pass a model and its optimizer, or only the path of a checkpoint",
         )
     return _DTYPES[dtype]
 
@@ -257,7 +257,7 @@ def _written(fqn: str, tensor: Tensor, wanted: torch.dtype | None) -> Tensor:
         raise UnsupportedParameterError(
             f"{fqn} of {tensor.dtype}",
             reason="safetensors has no such dtype",
-            remedy="convert it, or leave it out of the model",
+            remedy="convert it, or remove it from the model",
         )
     dtype = wanted if wanted and tensor.dtype in _CONVERTED else tensor.dtype
     return torch.empty(tensor.shape, dtype=dtype, device="meta")
@@ -294,8 +294,8 @@ def _check_dense(fqn: str, tensor: Tensor) -> None:
     if not (is_dense and is_plain) or any(p.is_partial() for p in placements):
         raise UnsupportedParameterError(
             f"{fqn}: {type(shard).__name__}, {shard.device}, {tensor.layout}, placed {placements}",
-            reason="an export writes only dense shards with values of their own",
-            remedy="initialise it, convert it to a plain tensor, redistribute it, or leave it out",
+            reason="an export writes only dense shards that hold their own values",
+            remedy="initialise it, convert it to a plain tensor, or redistribute it",
         )
 
 
@@ -325,15 +325,16 @@ def _of_checkpoint(
     if not keys:
         raise CheckpointError(
             f"a checkpoint without tensors under {prefix!r}",
-            reason="weights are missing: no tensor has such a key",
-            remedy="name the checkpoint of a model, or what its keys begin with (model_prefix=)",
+            reason="weights are missing: no key begins with this prefix",
+            remedy="pass the path of a model's checkpoint, or the prefix of its keys as "
+            "model_prefix=",
         )
     lost = {key for key in sizes if key.rpartition(".")[2] in _MASTERS and "." in key}
     if wanted == torch.float32 and (lost := lost.difference(*keys.values())):
         raise CheckpointError(
             f"masters {sorted(lost)[:4]}",
-            reason="the keys do not say whose they are, so fp32 weights would not be exact",
-            remedy="name theirs with optimizer_prefix=, save optimizer state by FQN "
+            reason="their keys name no parameter, so fp32 weights would not be exact",
+            remedy="pass optimizer_prefix=, save optimizer state by FQN "
             '(get_optimizer_state_dict), or export with dtype="bf16" or None',
         )
     written, tensors = {}, {}

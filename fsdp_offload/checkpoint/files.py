@@ -78,7 +78,7 @@ def without_class(tensor: Tensor) -> Tensor:
         raise UnsupportedParameterError(
             f"a tensor of type {type(tensor).__name__} and shape {tuple(tensor.shape)}",
             reason="it has no memory of its own",
-            remedy="do not save it, or save a tensor with its values",
+            remedy="leave it out, or save its values as a plain tensor",
         )
     return plain
 
@@ -116,7 +116,7 @@ def read_bytes(descriptor: int, offset: int, into: memoryview | bytearray, path:
         while rest:
             count = os.preadv(descriptor, [rest], position)
             if count == 0:
-                raise corrupt(path, f"it ends at byte {position}, before {offset + len(into)}")
+                raise corrupt(path, f"it ends at byte {position}, before byte {offset + len(into)}")
             rest, position = rest[count:], position + count
 
 
@@ -211,11 +211,11 @@ class Table:
             count = -(-length // self.block_bytes)
             words = self.words[at : at + 1 + count]
             if len(words) != 1 + count or words[0] > length:
-                raise corrupt(path, f"its table does not describe the item at byte {offset}")
+                raise corrupt(path, f"its checksum table lacks the item at byte {offset}")
             found[offset] = Checksums(words[0], words[1:])
             at += 1 + count
         if at != len(self.words):
-            raise corrupt(path, "its table describes other items than .metadata names")
+            raise corrupt(path, "its checksum table and .metadata list different items")
         return found
 
 
@@ -245,7 +245,7 @@ def read_table(path: Path) -> Table | None:
     except OSError as error:
         raise corrupt(path, f"it cannot be read: {error.strerror}") from error
     if len(text) != nbytes or zlib.crc32(text) != crc or nbytes % 4 or not block_bytes:
-        raise corrupt(path, "its table of checksums is not as it was written")
+        raise corrupt(path, "its checksum table changed after it was written")
     return Table(block_bytes, crc, struct.unpack(f"<{nbytes // 4}I", text))
 
 
@@ -254,9 +254,12 @@ def read_table(path: Path) -> Table | None:
 
 def refused(path: object, error: OSError) -> CheckpointError:
     """Build the error for a file that the file system refuses."""
-    reason, remedy = "the file system refused", "free space, or choose a folder of your own"
+    reason, remedy = (
+        "the file system refused",
+        "free disk space, or choose a folder that you may write to",
+    )
     if error.errno in (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY):
-        reason = "another program removes or makes it, or ranks see different folders"
+        reason = "another program creates or removes it, or the ranks do not share the folder"
         remedy = "choose a folder that all ranks share and no other program writes to"
     return CheckpointError(f"{path}", reason=f"{reason}: {error.strerror or error}", remedy=remedy)
 
@@ -272,7 +275,9 @@ def typed_error(error: BaseException, path: object = "a file") -> OffloadError:
         f" ({f.name} in {f.filename}:{f.lineno})" for f in extract_tb(error.__traceback__, -1)
     )
     reason = (str(error) or "the error has no text") + at
-    return CheckpointError(type(error).__name__, reason=reason, remedy="see its cause")
+    return CheckpointError(
+        type(error).__name__, reason=reason, remedy="read the cause of this error"
+    )
 
 
 @contextlib.contextmanager
@@ -300,7 +305,7 @@ def check_count(name: str, value: object) -> None:
     if value is not None and not is_count:
         raise ConfigError(
             f"{name}={value!r}",
-            reason="it must be a whole number of at least 1",
+            reason="it must be an integer of at least 1",
             remedy="use 1 or more, or leave it out",
         )
 

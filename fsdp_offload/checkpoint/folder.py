@@ -75,8 +75,8 @@ def checked(path: object) -> Path:
     if re.match(r"[A-Za-z][\w+.-]*:/", text) or "\0" in text:
         raise ConfigError(
             f"path {text!r}",
-            reason="it is no path of a file system",
-            remedy="name a folder of a file system that all ranks share; copy it from there",
+            reason="it is not a path of a mounted file system",
+            remedy="save to a folder that all ranks share, and copy it from there",
         )
     found = Path(text).absolute()
     if found.name in ("", ".."):
@@ -89,8 +89,8 @@ def checked(path: object) -> Path:
     if name_bytes > limits[0] or path_bytes > limits[1]:
         raise ConfigError(
             f"path {text[:40]}...{text[-40:]}",
-            reason=f"names of {name_bytes} bytes, paths of {path_bytes} with its files; the file "
-            f"system has at most {limits[0]} and {limits[1]}",
+            reason=f"its names take {name_bytes} bytes and its paths {path_bytes}; the "
+            f"file system allows {limits[0]} and {limits[1]}",
             remedy="choose a shorter name",
         )
     return found
@@ -103,15 +103,15 @@ def _check_replaceable(path: Path, *, overwrite: bool) -> None:
     names = os.listdir(path) if not files and path.exists() else []
     current = Path.cwd()
     if path.resolve() in (current, *current.parents):
-        reason = "it is, or holds, the current folder, which a save would replace"
+        reason = "it is the current folder, or contains it"
         remedy = "name a folder that does not exist yet"
     elif files:
-        reason, remedy = f"{files[0]} is no folder", "choose another path"
+        reason, remedy = f"{files[0]} is not a folder", "choose another path"
     elif names and not any(n == METADATA or n.endswith(".distcp") for n in names):
-        reason = "it holds other files than a checkpoint, and nothing here replaces those"
+        reason = "it contains files that do not belong to a checkpoint"
         remedy = "choose a folder that does not exist yet"
     elif names and not overwrite:
-        reason, remedy = "it exists", "choose another folder; a save takes overwrite=True"
+        reason, remedy = "it exists", "choose another folder; save(..., overwrite=True) replaces it"
     else:
         return
     raise CheckpointError(f"{path}", reason=reason, remedy=remedy)
@@ -209,7 +209,7 @@ def discard(made: Path, beside: Path | None = None) -> bool:
         if made.name.endswith(_NEW) and not any(made.glob(f"{_REPLACED}/*")):
             gone = made  # no reader takes it for a checkpoint
         else:
-            _log.warning("the file system does not let %s be removed: %s", made, error.strerror)
+            _log.warning("cannot remove %s: %s", made, error.strerror)
             return False
     remove(gone)
     return True
@@ -243,9 +243,9 @@ def publish(
     found = {p.name: (p.stat().st_size, crc_of(p)) for p in sorted(made.iterdir())}
     if wrong := sorted(dict(found.items() ^ written.items())):
         raise CheckpointError(
-            f"{path}: {wrong[0]}, (bytes, CRC-32) {found.get(wrong[0], 'missing')}",
-            reason=f"{written.get(wrong[0], 'nothing')} was written: another program changed it, "
-            "or ranks see different folders",
+            f"{path}: {wrong[0]} has (bytes, CRC-32) {found.get(wrong[0], 'missing')}",
+            reason=f"{written.get(wrong[0], 'nothing')} was written: another program "
+            "changed it, or the ranks do not share the folder",
             remedy="choose a folder that all ranks share and no other program writes to",
         )
     # A clock that was set back must not make an older checkpoint the latest one.

@@ -68,7 +68,7 @@ class Manifest:
                 return None
             text = outer["manifest"]
             if zlib.crc32(text.encode()) != outer["crc32"]:
-                raise corrupt(path, "it is not as it was written")
+                raise corrupt(path, "it changed after it was written")
             values = json.loads(text)
             if values["version"] != VERSION:
                 raise CheckpointError(
@@ -128,7 +128,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         of_dcp = {_StorageInfo.__name__: _StorageInfo, **vars(dcp_metadata)}.get(name)
         if not isinstance(of_dcp, type) or of_dcp.__module__ != module:
             what = f"{METADATA} with {module}.{name}"
-            raise _suspect(what, "it describes no tensor, and may run code")
+            raise _suspect(what, "it is not a description of tensors, and may run code")
         return type(name, (), {"__new__": lambda _, *values: of_dcp.__new__(of_dcp, *values)})
 
 
@@ -146,7 +146,7 @@ def decode_metadata(data: bytes, path: Path) -> Metadata:
     except Exception as error:  # changed bytes of a pickle may raise anything
         raise corrupt(path, f"it cannot be read: {error}") from error
     if not isinstance(metadata, Metadata):
-        raise corrupt(path, f"it holds a {type(metadata).__name__}")
+        raise corrupt(path, f"it contains a {type(metadata).__name__} instead of metadata")
     try:
         names = {info.relative_path for info in metadata.storage_data.values()}
         _check_inside(path, names)
@@ -161,7 +161,7 @@ def _check_inside(path: Path, names: Iterable[str]) -> None:
         if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
             raise _suspect(
                 f"{path} with a file {name!r}",
-                "it is outside the checkpoint's folder, and a load would open any file",
+                "its name leads outside the checkpoint's folder",
             )
 
 
@@ -170,8 +170,8 @@ def _suspect(what: str, reason: str) -> CheckpointError:
     return CheckpointError(
         what,
         reason=reason,
-        remedy="load another checkpoint; torch.distributed.checkpoint.load() reads this one, if "
-        "you trust its writer",
+        remedy="load another checkpoint; if you trust its writer, "
+        "torch.distributed.checkpoint.load() reads this one",
     )
 
 
@@ -181,7 +181,7 @@ def crc_of(path: Path) -> int:
         return zlib.crc32(path.read_bytes())
     table = read_table(path)
     if table is None:
-        raise corrupt(path, "it has no table of checksums")
+        raise corrupt(path, "it has no checksum table")
     return table.crc
 
 
@@ -203,12 +203,12 @@ def open_checkpoint(path: Path) -> tuple[Manifest | None, Metadata]:
             return None, weights
         raise CheckpointError(
             f"{path}",
-            reason=f"it has no {METADATA} and no safetensors: this is no checkpoint, or its save "
-            "was interrupted",
-            remedy="name the folder of a checkpoint; fsdp_offload.checkpoint.latest() finds one",
+            reason=f"it has no {METADATA} and no safetensors: not a checkpoint, or its "
+            "save was interrupted",
+            remedy="pass the folder of a checkpoint; fsdp_offload.checkpoint.latest() finds one",
         ) from error
     if manifest is not None and manifest.files.get(METADATA) != (len(data), zlib.crc32(data)):
-        raise corrupt(path / METADATA, "it is not as it was written")
+        raise corrupt(path / METADATA, "it changed after it was written")
     return manifest, decode_metadata(data, path / METADATA)
 
 
@@ -241,7 +241,7 @@ def check_files(path: Path, manifest: Manifest | None, metadata: Metadata) -> No
         if found != nbytes:
             raise corrupt(file, f"it has {found} bytes, but {nbytes} were written")
         if name != METADATA and crc_of(file) != crc:
-            raise corrupt(file, "it is not as it was written, or of another save")
+            raise corrupt(file, "it changed after it was written, or belongs to another save")
     try:
         _check_chunks(path, metadata)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -264,10 +264,10 @@ def _check_chunks(path: Path, metadata: Metadata) -> None:
             chunks = {tuple(c.offsets): c.sizes for c in value.chunks if 0 not in c.sizes}
             for offsets in chunks:
                 if MetadataIndex(key, offsets) not in metadata.storage_data:
-                    raise corrupt(path / METADATA, f"it names no file that has {key} at {offsets}")
+                    raise corrupt(path / METADATA, f"no file of it contains {key} at {offsets}")
             if sum(box.numel() for box in chunks.values()) != value.size.numel():
                 raise CheckpointError(
                     f"{path}: {key} of shape {tuple(value.size)}",
-                    reason=f"its {len(chunks)} chunks leave elements out",
-                    remedy="save it again with all ranks taking part",
+                    reason=f"its {len(chunks)} chunks do not cover all elements",
+                    remedy="save it again on all ranks",
                 )

@@ -56,8 +56,8 @@ def _describe(parameter: DTensor, start: int, stop: int) -> None:
     if tuple(shard.shape) != (rows, *block[1:]) or rest or start % (row_numel or 1):
         raise UnsupportedParameterError(
             f"a parameter of shape {tuple(parameter.shape)} with a shard of {tuple(shard.shape)}",
-            reason=f"by its Megatron-FSDP attributes this rank has elements {start} to {stop} of "
-            f"a block of {tuple(block)}",
+            reason=f"its Megatron-FSDP attributes give this rank elements {start} to "
+            f"{stop} of a block of {tuple(block)}",
             remedy="shard optimizer state over the inner data axis only "
             '(outer_dp_sharding_strategy="no_shard")',
         )

@@ -70,9 +70,11 @@ def make_buffers(models: Sequence[nn.Module], saved: Collection[str]) -> None:
             setattr(module, name, buffer)
         raise UnsupportedParameterError(
             f"buffers {some(without)} on the meta device",
-            reason="no file holds them (persistent=False), and their modules do not make them",
-            remedy="give their modules a reset_parameters() that does, or make the model with real "
-            "buffers, such as under accelerate.init_empty_weights()",
+            reason="checkpoints lack them (persistent=False), and their modules do not "
+            "initialise them",
+            remedy="initialise them in reset_parameters() of their modules, or build "
+            "the model with real buffers, such as under "
+            "accelerate.init_empty_weights()",
         )
 
 

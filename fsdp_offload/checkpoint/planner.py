@@ -125,8 +125,9 @@ def _check_same(plans: Sequence[SavePlan]) -> None:
             if size != item.tensor_data.size:
                 raise ConfigError(
                     f"{item.index.fqn} of shapes {tuple(size)} and {tuple(item.tensor_data.size)}",
-                    reason="two ranks have different tensors of that name, and one would be lost",
-                    remedy="give modules of different ranks different names",
+                    reason="two ranks have different tensors under this name, and one would be "
+                    "lost",
+                    remedy="give modules on different ranks different names",
                 )
 
 
@@ -154,8 +155,8 @@ class FlatLoadPlanner(DefaultLoadPlanner):
         except Exception as error:
             raise CheckpointError(
                 f"{key}",
-                reason=f"torch cannot load it without running code that it names: {error}",
-                remedy="save it with plain values only",
+                reason=f"torch cannot load it without running its code: {error}",
+                remedy="save it as plain values",
             ) from error
 
 
@@ -322,7 +323,7 @@ class JobLoadPlanner(FlatLoadPlanner):
         if empty and self._optimizer is not None:
             raise ConfigError(
                 "an optimizer of a model on the meta device",
-                reason="its state is kept beside weights, and these have no memory yet",
+                reason="state is kept beside the weights, which have no memory yet",
                 remedy="load the weights first, checkpoint.load(path, model); then build the "
                 "optimizer, and load(path, model, optimizer)",
             )
@@ -354,12 +355,12 @@ class JobLoadPlanner(FlatLoadPlanner):
             lost = [kept for keys in found.state.values() if (kept := keys.keys() & masters)]
             if lost:
                 warn(
-                    "the checkpoint has fp32 masters of %d parameters (%s): %s ignores them and "
-                    "goes on from the weights",
+                    "the checkpoint has fp32 masters of %d parameters (%s): %s ignores "
+"them and continues from the weights",
                     len(lost), ", ".join(sorted(set().union(*lost))), type(optimizer).__name__,
                 )  # fmt: skip
         if found.left:
-            warn("the load leaves out the state of %s: this optimizer does not hold them",
+            warn("the load skips the state of %s: this optimizer does not have them",
                  some(found.left))  # fmt: skip
         for parameter, names in self._names.items():
             keys, state = found.state[names[0]], live.get(parameter)
@@ -374,7 +375,7 @@ class JobLoadPlanner(FlatLoadPlanner):
         if self._found.untold == {names[0] for names in self._names.values()}:
             raise CheckpointError(
                 f"{self._reader.path}",
-                reason="it has no optimizer state for the parameters of this model",
+                reason="it has no optimizer state for this model's parameters",
                 remedy="pass optimizer=None to load weights alone"
                 + or_give("optimizer_prefix", self._stored, self._weights, STATE),
             )
@@ -434,7 +435,7 @@ class JobLoadPlanner(FlatLoadPlanner):
             if live is None:
                 self._masters.append((parameter, weights[0]))
         elif live is None and REMAINDER in saved:
-            warn("the load leaves out %s of %s: it needs a bf16 weight", REMAINDER, names[0])
+            warn("the load skips %s of %s: it needs a bf16 weight", REMAINDER, names[0])
 
     def _take(self, fqn: str, entry: str, keys: Sequence[str], value: Any) -> None:
         """Plan to read ``keys`` into an entry of the state that the optimizer takes."""
@@ -469,7 +470,7 @@ def _check_shape(key: str, stored: Any, value: Any) -> None:
         if isinstance(value, Tensor) and value.dim() > 0:
             raise StateDictError(
                 f"{key}",
-                reason="the checkpoint has no tensor there",
+                reason="the checkpoint has no tensor under this key",
                 remedy="build the model and the optimizer that were saved",
             )
         return
@@ -477,6 +478,6 @@ def _check_shape(key: str, stored: Any, value: Any) -> None:
     if expected != tuple(stored.size):
         raise StateDictError(
             f"{key} of shape {tuple(stored.size)}",
-            reason=f"this job has it with shape {expected}",
+            reason=f"this job's tensor has shape {expected}",
             remedy="build the model and the optimizer that were saved",
         )

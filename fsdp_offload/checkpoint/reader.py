@@ -74,8 +74,8 @@ class Reader(FileSystemReader):
         if path is None:
             raise CheckpointError(
                 "a checkpoint at None",
-                reason="latest() returns None where the folder has no complete checkpoint",
-                remedy="ask before loading, and begin anew where latest() returns None",
+                reason="latest() returns None if the folder has no complete checkpoint",
+                remedy="check the result of latest() first, and start from scratch if it is None",
             )
         super().__init__(path)
         self._threads = threads
@@ -221,7 +221,7 @@ class Reader(FileSystemReader):
             table = read_table(path)
             known = None if self.manifest is None else self.manifest.files.get(name)
             if known is not None and (table is None or table.crc != known[1]):
-                raise corrupt(path, "it is not as it was written, or of another save")
+                raise corrupt(path, "it changed after it was written, or belongs to another save")
             self._tables[name] = table
         return self._tables[name]
 
@@ -369,7 +369,7 @@ def _tensor_jobs(file: _File, info: _StorageInfo, box: Tensor, target: Tensor) -
     """Cut the reading of ``box``, a view of the chunk in an item, into ``target`` into jobs."""
     start, itemsize = file.checksums[info.offset].data_start, box.element_size()
     if start + box.untyped_storage().nbytes() > info.length:
-        raise corrupt(file.path, f"its item at byte {info.offset} has too few bytes of elements")
+        raise corrupt(file.path, f"its item at byte {info.offset} is too short")
     if box.is_contiguous() and target.is_contiguous() and target.dtype == box.dtype:
         first = start + int(box.storage_offset()) * itemsize
         yield from _block_jobs(file, info, first, as_bytes(target))

@@ -95,7 +95,7 @@ def read_folder(path: Path) -> Metadata | None:
         for name, (tensor, at) in _tensors_of(file).items():
             key, begin = MODEL_PREFIX + name, torch.Size([0] * tensor.dim())
             if key in metadata.state_dict_metadata:
-                raise corrupt(file, f"{name} is in another file, too")
+                raise corrupt(file, f"another file contains {name}, too")
             chunks = [ChunkStorageMetadata(begin, tensor.shape)]
             metadata.state_dict_metadata[key] = TensorStorageMetadata(
                 TensorProperties(tensor.dtype), tensor.shape, chunks
@@ -112,8 +112,8 @@ def _files_of(path: Path) -> list[Path]:
         if len(found) > 1:
             raise CheckpointError(
                 f"{path} with {', '.join(file.name for file in found[:4])}",
-                reason="no index says which of these files are the model",
-                remedy=f"keep one model in a folder, and {INDEX} beside several files",
+                reason="no index lists the files of the model",
+                remedy=f"keep one model per folder, and {INDEX} beside several files",
             )
         if found and found[0].suffix == SUFFIX:
             return found
@@ -122,9 +122,9 @@ def _files_of(path: Path) -> list[Path]:
                 table = json.loads(found[0].read_bytes())
                 names = {str(name) for name in table["weight_map"].values()}
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise corrupt(found[0], f"it is no index: {error!r}") from error
+                raise corrupt(found[0], f"it is not a valid index: {error!r}") from error
             if any(Path(name).name != name for name in names):
-                raise corrupt(found[0], "it names files outside of the folder")
+                raise corrupt(found[0], "it names files outside its folder")
             return [path / name for name in sorted(names)]
     return []
 
@@ -147,5 +147,5 @@ def _tensors_of(file: Path) -> dict[str, tuple[Tensor, int]]:
     except FileNotFoundError:
         raise corrupt(file, "it is missing") from None
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise corrupt(file, f"its header is not one of safetensors: {error!r}") from error
+        raise corrupt(file, f"its safetensors header is invalid: {error!r}") from error
     return tensors

@@ -205,5 +205,5 @@ def _uncopied(what: str, error: Exception) -> UnsupportedParameterError:
     return UnsupportedParameterError(
         what,
         reason=f"copying it failed: {textwrap.shorten(str(error), 200)}",
-        remedy="do not save it, or save it as plain tensors and values",
+        remedy="leave it out, or save plain tensors and values",
     )

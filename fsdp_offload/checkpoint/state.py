@@ -147,7 +147,7 @@ def check_told(found: Match, names: Mapping[Tensor, Names], where: str) -> None:
         raise StateDictError(
             f"optimizer state in {where}",
             reason=f"it has neither state nor options of {some(lost)}, which this optimizer trains",
-            remedy="build the optimizer that was saved, or let their state begin anew: "
+            remedy="build the optimizer that was saved, or start them without state: "
             "checkpoint.load(..., strict=False)",
         )
 
@@ -185,9 +185,9 @@ def names_of(models: Sequence[nn.Module], optimizer: Optimizer) -> dict[Tensor, 
         if parameter not in saved:
             raise ConfigError(
                 f"a parameter of shape {tuple(parameter.shape)}",
-                reason="the optimizer holds it, but the model does not, so it has no name",
-                remedy="pass the model whose parameters the optimizer was built with; after a "
-                "forward under no_grad, call model.reshard() first",
+                reason="the optimizer has it but the model does not, so it has no name",
+                remedy="pass the model that the optimizer was built from; after a forward "
+                "under no_grad, call model.reshard() first",
             )
         names[parameter] = saved[parameter]
         if twice := [
@@ -201,7 +201,7 @@ def same_names(names: Sequence[str]) -> ConfigError:
     """Build the error for two models whose tensors have the same names."""
     return ConfigError(
         f"{some(names)} of two of the models",
-        reason="they have the same names, and one set would be lost",
+        reason="both models use these names, and one set would be lost",
         remedy="save both as one: model=nn.ModuleDict({'first': first, 'second': second})",
     )
 
@@ -225,9 +225,9 @@ def _check_value(parameter: Tensor, fqn: str, name: str, value: Any) -> None:
     if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.dim() > 0:
         raise StateDictError(
             f"state {name!r} of {fqn} with shape {tuple(value.shape)}",
-            reason="this rank's shard owns it, and it is not cut as the parameter is, so other "
-            "ranks could not take it over",
-            remedy="gather this state with the functions of the optimizer's package",
+            reason="only this rank's shard has it, and it is not sharded like the "
+            "parameter, so other ranks could not load it",
+            remedy="gather it with the functions of the optimizer's package",
         )
 
 
@@ -339,8 +339,8 @@ def encode(value: Any, what: str) -> bytes:
     except Exception as error:
         raise ConfigError(
             f"{what} of type {type(value).__name__}",
-            reason=f"it cannot be loaded without running code of its own: {error}",
-            remedy="keep numbers, strings, lists, dicts and tensors in it, such as state_dict()s",
+            reason=f"a load would have to run its code: {error}",
+            remedy="store numbers, strings, lists, dicts and tensors, such as its state_dict()",
         ) from error
     return buffer.getvalue()
 

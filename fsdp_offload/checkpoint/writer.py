@@ -105,7 +105,8 @@ class Writer(StorageWriter):
         if not kwargs.get("use_collectives", True):
             raise ConfigError(
                 "use_collectives=False",
-                reason="without a common plan only as many ranks could read the checkpoint",
+                reason="without a common plan, only the same number of ranks could load the "
+                "checkpoint",
                 remedy="leave it out",
             )
         check_count("keep_last", self._keep_last)
@@ -222,7 +223,8 @@ def without_group(path: Path) -> CheckpointError:
     return CheckpointError(
         f"{path}",
         reason="its process group was destroyed before the save was complete",
-        remedy="call result() of the future that async_save returns before destroy_process_group()",
+        remedy="before destroy_process_group(), call result() of the future that "
+        "async_save() returned",
     )
 
 

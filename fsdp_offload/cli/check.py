@@ -28,7 +28,7 @@ def attempt(name: str, look: Callable[[], Check]) -> Check:
         return look()
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        return Check(name, "warning", f"not known: {text}", "see the error it gives")
+        return Check(name, "warning", f"the check failed: {text}", "read this error")
 
 
 def worst(checks: Sequence[Check]) -> State:

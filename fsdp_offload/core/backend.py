@@ -229,7 +229,7 @@ def stream_to_wait(backend: Backend, what: str = "step()") -> Stream:
     if backend.is_capturing():
         raise DeviceError(
             f"{what} inside a CUDA graph capture",
-            reason="host transfers and lane decisions cannot be replayed",
-            remedy=f"capture forward and backward, and call {what} outside of the graph",
+            reason="a graph cannot replay transfers and their scheduling",
+            remedy=f"capture forward and backward, and call {what} outside the graph",
         )
     return backend.current_stream()

@@ -103,14 +103,14 @@ def _no_size(value: object, name: str) -> ConfigError:
         number = float("nan")
     reason, remedy = "not a size", 'write bytes as an int, or text with a unit, such as "8GiB"'
     if number < 0:
-        reason, remedy = "a size is never negative", "use 0"
+        reason, remedy = "a size cannot be negative", "use 0"
     elif 0 < number < 1:
         reason, remedy = "a share is not accepted", 'write a size, such as "8GiB"'
     elif 1 <= number < float("inf"):
         unit = "B" if number >= MIB else "MiB" if number >= 1024 else "GiB"
         reason = "text needs a unit" if isinstance(value, str) else "a float needs a unit"
         if isinstance(value, Integral):
-            reason = "an int counts bytes, and so few of them are probably a mistake"
+            reason = "an int counts bytes, and so few are probably a mistake"
         remedy = f'write "{number:.15g}{unit}"'
         if unit != "B":
             remedy += f', or "{number:.15g}B" if bytes are meant'
@@ -158,10 +158,12 @@ class TransferConfig:
         if threads is not None and (type(threads) is not int or threads < 1):
             raise ConfigError(
                 f"host_threads={threads!r}",
-                reason="the host lane needs a whole number of threads, 1 at least",
-                remedy="use an int from 1 on, or None for cores / local ranks",
+                reason="updates on the CPU need at least one thread",
+                remedy="pass an int of at least 1, or None for cores / local ranks",
             )
-        check_choice("pin", self.pin, _PINS, "page-locking is required, preferred or left out")
+        check_choice(
+            "pin", self.pin, _PINS, "page-locked memory is required, preferred, or never used"
+        )
 
 
 @dataclass(frozen=True)
@@ -227,7 +229,7 @@ class OffloadConfig:
         if not is_number or not 0.0 <= fraction <= 1.0:  # also refuses NaN
             raise ConfigError(
                 f"offload_fraction={fraction!r}",
-                reason="not a number from 0 to 1",
+                reason="it must be a number from 0 to 1",
                 remedy="0 keeps all state on the device, 1 offloads all of it",
             )
         why = "state is updated on the device, or on the host's cores"
@@ -235,10 +237,10 @@ class OffloadConfig:
         if self.moments is not None and self.update_on == "host":
             raise ConfigError(
                 f"update_on='host' with moments={self.moments!r}",
-                reason="the host lane updates state where it lies, in the dtype of the update",
+                reason="updates on the CPU keep state in the update's dtype",
                 remedy='use update_on="device", or leave moments out',
             )
-        check_choice("offload", self.offload, OFFLOADS, "it names what may leave the device")
+        check_choice("offload", self.offload, OFFLOADS, "it selects what may leave the device")
         check_choice("master_weights", self.master_weights, (True, False), "neither True nor False")
         why = "it names what the updates run in, or beside"
         check_choice("overlap", self.overlap, (None, *OVERLAPS), why)
@@ -271,14 +273,14 @@ def _moments_meant(moments: object, master_weights: bool) -> torch.dtype | Liter
     if not isinstance(moments, Hashable) or moments not in MOMENTS:
         raise ConfigError(
             f"moments={moments!r}",
-            reason="state is kept in the dtype of the update, in bf16, or in int8 codes",
+            reason="moments are stored in the update's dtype, in bf16, or in int8",
             remedy='use "fp32", "bf16", "int8", or a dtype',
         )
     if moments is not None and MOMENTS[moments] is None and not master_weights:
         raise ConfigError(
             f"moments={moments!r} with master_weights=False",
             reason="without a master, moments have the shard's dtype",
-            remedy="leave one of them out",
+            remedy="pass only one of them",
         )
     return MOMENTS[moments]
 
@@ -289,8 +291,8 @@ def _with_host_memory(transfer: TransferConfig, host_memory: int | str | None) -
     if transfer.host_memory is not None:
         raise ConfigError(
             f"host_memory={host_memory!r} and {transfer.host_memory!r} in transfer",
-            reason="both say how much host memory there is",
-            remedy="give one of them",
+            reason="both bound host memory",
+            remedy="pass only one of them",
         )
     return replace(transfer, host_memory=host_memory)
 

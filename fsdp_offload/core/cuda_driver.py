@@ -94,8 +94,8 @@ def _library(kind: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL:
     except (OSError, AttributeError) as error:
         raise DeviceError(
             "the CUDA driver (libcuda.so.1)",
-            reason=f"it has no virtual memory management: {error}",
-            remedy="use an NVIDIA driver of CUDA 11.0 or later, or do without fixed addresses",
+            reason=f"it lacks virtual memory management: {error}",
+            remedy="install an NVIDIA driver of CUDA 11.0 or later, or do without fixed addresses",
         ) from None
     return library
 

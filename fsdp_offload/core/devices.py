@@ -166,8 +166,8 @@ class AcceleratorBackend:
             raise DeviceError(
                 "parameters on the meta device",
                 reason="they have no memory yet",
-                remedy="load them first, checkpoint.load(path, model), or model.to_empty(...) and "
-                "initialise them",
+                remedy="load them first with checkpoint.load(path, model), or call "
+                "model.to_empty(...) and initialise them",
             )
         self._module = torch.get_device_module(device)
         if not self._module.is_available():
@@ -391,8 +391,8 @@ def pin(address: int, n_bytes: int, device: torch.device) -> None:
         raise PinningError(
             f"{n_bytes} bytes of host memory",
             reason=f"cudaHostRegister answered {code}",
-            remedy="give the container or WSL 2 more memory, offload less, or allow pageable "
-            'memory with TransferConfig(pin="prefer")',
+            remedy="offload less, give the container or WSL 2 more memory, or allow "
+            'pageable memory with TransferConfig(pin="prefer")',
         )
 
 

@@ -10,10 +10,9 @@ Four tensors stand for one parameter, and the rest of the package speaks only of
 * state tensors shaped like the shard, which are shown to the outside as DTensors with the
   parameter's own mesh and placements (:func:`like`).
 
-Some libraries (Megatron-FSDP) pack parameters into flat buffers and cut those, so a rank holds any
-range of rows of a parameter (:func:`uneven`). Their DTensors still say ``Shard(0)``, from which
-torch computes its own even cuts. So nothing here computes a local shape from placements, and state
-of such a parameter carries its chunk with it.
+Megatron-FSDP packs parameters into flat buffers and cuts those, so a rank holds any range of rows
+(:func:`uneven`). Its DTensors still say ``Shard(0)``, for which torch computes even cuts. So this
+module computes no local shape from placements, and state of such parameters carries its chunk.
 """
 
 from __future__ import annotations
@@ -162,15 +161,15 @@ def shard_info(parameter: Tensor, fqn: str) -> ShardInfo:
     if parameter.layout is not torch.strided:
         raise UnsupportedParameterError(
             f"parameter {fqn} with layout {parameter.layout}",
-            reason="only dense parameters have shards that can be cut",
-            remedy="keep it in an optimizer of its own",
+            reason="only dense parameters can be split into buckets",
+            remedy="put it into an optimizer of its own",
         )
     if plain and not shard.is_contiguous():
         raise UnsupportedParameterError(
             f"parameter {fqn} with shard shape {tuple(shard.shape)}, strides {shard.stride()}",
             reason="the shard is not contiguous, and fused kernels would skip elements of it",
-            remedy="call model.to(memory_format=torch.contiguous_format), or assign "
-            "parameter.data = parameter.data.contiguous(), before the optimizer is wrapped",
+            remedy="before wrapping, call model.to(memory_format=torch.contiguous_format), or "
+            "assign parameter.data = parameter.data.contiguous()",
         )
     if isinstance(parameter, DTensor) and any(p.is_partial() for p in parameter.placements):
         raise UnsupportedParameterError(
@@ -225,8 +224,8 @@ def uneven_offsets(parameter: Tensor) -> tuple[int, ...] | None:
     if [tuple(chunk.sizes) for chunk in chunks] != [tuple(shard.shape)] * bool(shard.numel()):
         raise UnsupportedParameterError(
             f"a parameter of shape {tuple(parameter.shape)} with a shard of {tuple(shard.shape)}",
-            reason=f"by its chunk metadata this rank should hold {chunks}",
-            remedy="let __create_chunk_list__ tell one chunk, of the shard's shape",
+            reason=f"its chunk metadata gives this rank {chunks}",
+            remedy="let __create_chunk_list__ return one chunk with the shard's shape",
         )
     return tuple(chunks[0].offsets if chunks else [0] * parameter.dim())
 
@@ -243,8 +242,9 @@ def _check_even(parameter: Tensor, fqn: str, shape: tuple[int, ...]) -> None:
     if tuple(expected) != shape:
         raise UnsupportedParameterError(
             f"parameter {fqn} with shard shape {shape}",
-            reason=f"its placements {parameter.placements} leave {tuple(expected)} to this rank",
-            remedy="of Megatron-FSDP: fsdp_offload.checkpoint.megatron_fsdp.describe(model) first",
+            reason=f"its placements {parameter.placements} give this rank {tuple(expected)}",
+            remedy="with Megatron-FSDP, call "
+            "fsdp_offload.checkpoint.megatron_fsdp.describe(model) first",
         )
 
 
@@ -281,8 +281,8 @@ def gradient_shard(parameter: Tensor, fqn: str, expected: tuple[int, ...]) -> Te
     if gradient.layout is not torch.strided:
         raise UnsupportedParameterError(
             f"gradient of {fqn} with layout {gradient.layout}",
-            reason="sparse gradients cannot be cut into buckets",
-            remedy="use sparse=False in the embedding",
+            reason="sparse gradients cannot be split into buckets",
+            remedy="build the embedding with sparse=False",
         )
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         if gradient.placements != parameter.placements:

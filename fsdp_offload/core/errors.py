@@ -145,11 +145,11 @@ def check_open(what: str, pid: int, *, is_closed: bool) -> None:
         ClosedError: it is closed, or this is a forked process, which does not inherit its memory.
     """
     if is_closed:
-        raise ClosedError(what, reason="it is closed", remedy="make a new one")
+        raise ClosedError(what, reason="it is closed", remedy="build a new one")
     if os.getpid() != pid:
         raise ClosedError(
             what,
-            reason=f"its memory is that of the parent process, {pid}",
+            reason=f"its memory belongs to the parent process, {pid}",
             remedy="use it in the process that built it",
         )
 

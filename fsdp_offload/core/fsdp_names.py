@@ -139,7 +139,7 @@ def _try(owner: str, instance: Any) -> None:
             raise UnsupportedTorchError(
                 f"torch {torch.__version__}, {type(instance).__name__}.{name.attribute}",
                 reason=f"this private name of FSDP2 {problem}; it is {name.use}: {name.purpose}",
-                remedy=f"install a version that was tried: torch {', '.join(TORCH_RUN)}",
+                remedy=f"install a tested version: torch {', '.join(TORCH_RUN)}",
             )
 
 
@@ -172,8 +172,9 @@ def _warn_if_newer(version: str) -> None:
     newest = TORCH_RUN[-1]
     if _minor(version) > _minor(newest):
         warn(
-            "torch %s is newer than the versions that fsdp_offload was tried with (%s); "
-            "FSDP2's private names are tried at construction, results are not",
+            "torch %s is newer than the tested versions (%s): fsdp_offload finds "
+            "the private names of FSDP2 that it needs, but nobody compared "
+            "results",
             version,
             ", ".join(TORCH_RUN),
         )

@@ -55,7 +55,7 @@ def shard(
         if len(dtypes) > 1:
             raise UnsupportedParameterError(
                 ", ".join(f"{name} of {dtype}" for dtype, name in dtypes.items()),
-                reason="FSDP2 reduces their gradients together, which takes one dtype",
+                reason="FSDP2 reduces their gradients together, in one dtype",
                 remedy="give the model one dtype, model.to(torch.bfloat16), or freeze one of them",
             )
     mesh = mesh or _mesh_of_all_ranks()
@@ -71,7 +71,7 @@ def _check(model: nn.Module) -> None:
             raise ConfigError(
                 f"{name or 'model'} of type {type(module).__name__}",
                 reason="it is sharded or replicated already",
-                remedy="pass the model as it was before; an FSDP2 model needs no shard()",
+                remedy="pass the unsharded model; an FSDP2 model needs no shard()",
             )
     for name, parameter in model.named_parameters():
         kind, index = type(parameter), parameter.device.index
@@ -81,7 +81,8 @@ def _check(model: nn.Module) -> None:
             raise UnsupportedParameterError(
                 f"{name} of type {kind.__name__} on {parameter.device}",
                 reason="FSDP2 shards dimension 0 of plain contiguous tensors on the current device",
-                remedy="initialise, dequantise or reshape it; torch.accelerator.set_device_index()",
+                remedy="initialise, dequantise or reshape it, or call "
+                "torch.accelerator.set_device_index()",
             )
 
 
@@ -103,8 +104,9 @@ def _checked(model: nn.Module, blocks: Any) -> list[nn.Module]:
     if not {*inside}.issuperset(found) or not all(map(_has_forward, [model, *found])):
         raise ConfigError(
             f"a {type(model).__name__} with blocks={blocks}",
-            reason="blocks are modules of the model, and FSDP2 works where modules have a forward",
-            remedy="pass a whole model, and a class or modules of it, such as blocks=model.layers",
+            reason="blocks must be modules of the model, and FSDP2 needs modules with a forward",
+            remedy="pass the whole model, and a class or modules of it, such as "
+            "blocks=model.layers",
         )
     return found
 

@@ -95,7 +95,7 @@ def _error(use: str, fqn: str) -> SpentGradientError:
     what = _user() or f"{use} of the gradient of {fqn}"
     return SpentGradientError(
         f'{what} with overlap="backward"',
-        reason=f"the gradient of {fqn} was used for its update as soon as it was there",
+        reason=f"backward has already used the gradient of {fqn} for its update",
         remedy=_FORWARD,
     )
 
@@ -110,25 +110,25 @@ def another_backward_error(fqn: str, *, is_stepped: bool) -> SpentGradientError:
     if is_stepped:
         return SpentGradientError(
             "another backward() after step()",
-            reason=f"step() has consumed the gradient of {fqn}, so nothing can be added to it; "
-            "what this backward() has computed was dropped",
+            reason=f"step() has consumed the gradient of {fqn}; the gradients of this "
+            "backward() were dropped",
             remedy=f"call zero_grad() after step(), or {_FORWARD}",
         )
     return SpentGradientError(
-        'gradients that come in parts with overlap="backward"',
-        reason=f"the gradient of {fqn} was used for its update as soon as it was there, so nothing "
-        "can be added to it; what this backward() has computed was dropped",
-        remedy="run every backward() but the last before step() inside "
-        f"`with optimizer.accumulate():`, or {_FORWARD}",
+        'several backward() calls per step() with overlap="backward"',
+        reason=f"the first one used the gradient of {fqn} for its update; the "
+        "gradients of this backward() were dropped",
+        remedy="run all but the last backward() inside `with "
+        f"optimizer.accumulate():`, or {_FORWARD}",
     )
 
 
 def changed_gradient_error(fqn: str) -> SpentGradientError:
     """The error of a caller who set ``.grad`` of ``fqn`` between its update and ``step()``."""
     return SpentGradientError(
-        f"step() after .grad of {fqn} was set or dropped since backward()",
-        reason='overlap="backward" had updated the parameter by then; the next step() ends this '
-        "iteration",
+        f"step() after .grad of {fqn} was replaced or cleared since backward()",
+        reason='overlap="backward" had already updated the parameter; the next '
+        "step() ends this iteration",
         remedy=f"change gradients after step(), or {_FORWARD}",
     )
 

@@ -226,8 +226,8 @@ def elsewhere_error(n_bytes: int) -> DeviceError:
     """Of memory that was to be of an :class:`AddressPool`."""
     return DeviceError(
         f"{n_bytes} bytes at a given address",
-        reason="torch's allocator asks for other sizes than it does by default",
-        remedy="use torch 2.13 or later, or take roundup_power2_divisions out of "
+        reason="torch's allocator does not request its default sizes",
+        remedy="use torch 2.13 or later, remove roundup_power2_divisions from "
         "PYTORCH_ALLOC_CONF, or leave keep_addresses out",
     )
 

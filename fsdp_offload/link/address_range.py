@@ -83,8 +83,8 @@ def driver_of(device: torch.device) -> Driver | HostDriver:
         return Driver(device)
     raise DeviceError(
         f"memory at a fixed address on {device}",
-        reason="only the CUDA driver is supported",
-        remedy="do without fixed addresses there",
+        reason="only CUDA devices support it",
+        remedy="do without fixed addresses",
     )
 
 

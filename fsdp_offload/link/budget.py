@@ -141,10 +141,8 @@ def check_host_memory(
     raise HostMemoryError(
         what,
         reason=reason,
-        remedy='take less (offload_fraction= of an optimizer, "keep" or "drop" of a '
-        "PhaseOffloader, the size of an ActivationOffload or of a PagedStash), close() what is not "
-        "needed, run fewer ranks per host, raise the container's memory limit, or, if the host has "
-        "more than it shows, say how much all its ranks may use with a larger host_memory=",
+        remedy="offload less, close() another holder, run fewer ranks per host, or "
+        "raise host_memory= or the container's memory limit",
     )
 
 

@@ -101,14 +101,14 @@ class HostRange:
             return
         start = time.perf_counter()
         self._mapping, self.huge_pages = _map(n_bytes)
-        with progress(n_bytes, "touching host memory") as bar:
+        with progress(n_bytes, "allocating host memory") as bar:
             self._touch(device, bar.advance)
             if can_pin and transfer.pin != "never":
                 # This takes about as long as touching and cannot report how far it is.
                 bar.describe("page-locking host memory")
                 self._pin(device, required=transfer.pin == "require")
         self.seconds = time.perf_counter() - start
-        done = "touched" if self._unpin is None else "page-locked"
+        done = "allocated" if self._unpin is None else "page-locked"
         report(f"{done} host memory", n_bytes, self.seconds)
 
     def tensor(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

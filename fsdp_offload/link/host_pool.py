@@ -138,8 +138,8 @@ class HostPool:
                 raise ConfigError(
                     f"host_memory={self._transfer.host_memory!r} of {self.holder}",
                     reason=f"{known.holder} has {known._transfer.host_memory!r}, and one value "
-                    "bounds everything in this process, and all ranks of the host",
-                    remedy="give both the same, leave it out here, or close the other one",
+                    "bounds all holders and ranks of this host",
+                    remedy="pass the same value to both, leave it out here, or close the other one",
                 )
             check_host_memory(
                 n_bytes,

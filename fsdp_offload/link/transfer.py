@@ -326,7 +326,7 @@ class Transfer:
                 raise
             raise DeviceMemoryError(
                 f"reload of {self.away_bytes + _bytes_of(self._dropped)} bytes",
-                reason=f"the device has not enough ({error}); nothing is lost",
+                reason=f"the device has too little free memory ({error}); nothing is lost",
                 remedy="free device memory, in other processes too, then call it again",
             ) from error
         used = list(self._away.values())

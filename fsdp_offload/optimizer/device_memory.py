@@ -63,8 +63,9 @@ class DeviceMemory:
             travels = len(now) < len(ring.sizes)
             if travels and unused_bytes >= GIB and not has_expandable_segments():
                 self.last_change += (
-                    f"; torch's allocator has {unused_bytes // MIB} MiB that were never in use,"
-                    " of which PYTORCH_ALLOC_CONF=expandable_segments:True could leave some"
+                    f"; torch's allocator reserves {unused_bytes // MIB} MiB without "
+                    "using them, and PYTORCH_ALLOC_CONF=expandable_segments:True would "
+                    "reserve less"
                 )
             _log.info("device memory: %s", self.last_change)
         return len(ring.slots) != slots or now != before

@@ -94,8 +94,8 @@ class DeviceState:
         """
         if self._copies is not None:
             raise AwayError(
-                f"{what} of an optimizer that is offloaded",
-                reason="its device memory was given up; nothing was touched",
+                f"{what} of an offloaded optimizer",
+                reason="its state has left the device; nothing was changed",
                 remedy="call reload() of its PhaseOffloader first",
             )
 

@@ -111,7 +111,7 @@ class HostBucket:
             if gradient.itemsize > self._width:
                 raise UnsupportedParameterError(
                     f"a gradient of {gradient.dtype} of {slice_.spec.fqn}",
-                    reason=f"the host lane updates it in {self._dtype}",
+                    reason=f"updates on the CPU run in {self._dtype}",
                     remedy="leave the gradient in the parameter's dtype",
                 )
             start = slice_.scratch_start * self._width
@@ -284,7 +284,7 @@ class HostLane:
                 return self._update(self._sent[0])
         except BaseException as error:
             self._failure = LaneError(
-                "an update in the host lane failed",
+                "an update on the CPU failed",
                 reason=repr(error),
                 remedy="load a checkpoint (model, then optimizer) or build both anew",
             )
@@ -338,8 +338,8 @@ def thread_count(config: OffloadConfig) -> int:
     threads = config.transfer.host_threads or cores_per_rank()
     if threads == 1:
         warn(
-            "the host lane has 1 thread (%d cores, %d local ranks): expect about a tenth of the "
-            "speed of 16; set TransferConfig(host_threads=...)",
+            "updates on the CPU have 1 thread (%d cores, %d local ranks): expect "
+            "a tenth of the speed of 16; set TransferConfig(host_threads=...)",
             len(os.sched_getaffinity(0)),
             local_ranks(),
         )

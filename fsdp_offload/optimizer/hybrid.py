@@ -198,8 +198,9 @@ class HybridDeviceOptimizer(Optimizer):
         elif self._updates.life.is_built:
             raise ConfigError(
                 "assignment to optimizer.state",
-                reason="updates use memory that was reserved for the state, and no other dict",
-                remedy="call optimizer.state.clear() to go on without state, or load_state_dict()",
+                reason="updates use the memory reserved for the state, not another dict",
+                remedy="call optimizer.state.clear() to continue without state, or "
+                "load_state_dict()",
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -105,7 +105,7 @@ class Inventory:
         natives = [placed for placed in ordered if specs[placed[0]].must_stay]
         if natives and self._config.offload_fraction > 0:
             _log.info(
-                "%d parameters keep their state on the device, as %s makes it (%s, ...)",
+                "%d parameters keep their state on the device: %s updates them itself (%s, ...)",
                 len(natives),
                 type(self._optimizer).__name__,
                 self.names[natives[0][0]],
@@ -135,8 +135,8 @@ class Inventory:
         if native and torch_class(self._optimizer) is None:
             raise UnsupportedParameterError(
                 f"{fqn} of type {type(parameter.data).__name__} with elementwise=True",
-                reason=f"what {type(self._optimizer).__name__} does with it is not known",
-                remedy="leave elementwise=True out: the class then runs its own step on the device",
+                reason=f"how {type(self._optimizer).__name__} updates it is unknown",
+                remedy="leave out elementwise=True: the class then runs its own step on the device",
             )
         values, schema = self._optimizer.param_groups[group], Schema((), elementwise=False)
         if not native:
@@ -196,7 +196,8 @@ class Inventory:
             if param.schema.kinds and param.slices[0].stepped:
                 raise StateSchemaError(
                     f"param_groups[{param.group}]",
-                    reason=f"its options now need {missing}, and {param.fqn} was updated without",
+                    reason=f"its options now need {missing}, but {param.fqn} was already updated "
+                    "without",
                     remedy="set options such as amsgrad or momentum before the first step",
                 )
         return outgrown

@@ -123,9 +123,9 @@ class Lifecycle:
         if self._running:
             raise BusyError(
                 f"{what} in the middle of {self._running}",
-                reason="a signal handler or a callback called it on the same thread, while some "
-                "parameters are a step ahead of others",
-                remedy="let the handler set a flag, and look at the flag after step()",
+                reason="a signal handler or callback called it while some parameters are a "
+                "step ahead of others",
+                remedy="let the handler set a flag, and read the flag after step()",
             )
 
     def outside(self, call: Callable[[], Any]) -> Callable[[], Any]:

@@ -343,8 +343,8 @@ class Overlap:
                 event.synchronize()
         self.open_all()
         warn(
-            'overlap="step" from now on: a CUDA graph capture holds a forward or a backward, and '
-            "its replays do not wait for updates beside them"
+            'overlap="step" from now on: a CUDA graph capture contains a forward '
+            "or backward, and its replays cannot wait for updates"
         )
 
     def before_use(self, index: int) -> None:
@@ -440,7 +440,8 @@ def with_overlap(
     is_gated = bool(trained) and gated.issuperset(trained)
     if models and not gated and can_overlap(inner) and is_rank_0():
         logging.getLogger("fsdp_offload").info(
-            "step() waits for all transfers, unless model = fsdp_offload.shard(model) comes first"
+            "step() waits for all transfers; model = fsdp_offload.shard(model) "
+            "before the optimizer hides them"
         )
     return replace(config, overlap="forward" if is_gated and can_overlap(inner) else "step")
 
@@ -463,13 +464,13 @@ def make_overlap(
     if not groups:
         raise ConfigError(
             f"overlap={mode!r} without an FSDP2 module in model=",
-            reason="each FSDP2 module waits for its own parameters, and there is none",
+            reason="only FSDP2 modules wait for their own parameters",
             remedy='call fsdp_offload.shard(model) first and pass model=, or use overlap="step"',
         )
     if not can_overlap(inner):
         raise ConfigError(
             f"overlap={mode!r} with {type(inner).__name__}",
-            reason="only element-wise classes of torch.optim can be updated slice by slice, "
+            reason="only torch.optim's element-wise classes can update slice by slice, "
             "beside other work",
             remedy='use overlap="step"',
         )

@@ -127,8 +127,9 @@ class StateView:
             entries = " and ".join(sorted({repr(param.form.value) for param in mastered}))
             shards = "/".join(sorted({str(param.info.dtype)[6:] for param in mastered}))
             warn(
-                "state_dict() holds the fp32 masters of %d parameters in %s: an optimizer without "
-                "fsdp_offload ignores these entries and goes on from the %s weights",
+                "state_dict() holds the fp32 masters of %d parameters in %s: an "
+"optimizer without fsdp_offload ignores them and continues from the "
+"%s weights",
                 len(mastered), entries, shards,
             )  # fmt: skip
 
@@ -152,16 +153,16 @@ def match(
         raise StateDictError(
             f"a dict with keys {sorted(map(str, loaded))}",
             reason="an optimizer state dict has 'state' and 'param_groups'",
-            remedy="pass what state_dict() of this or of the plain optimizer returned",
+            remedy="pass the result of state_dict(), of this or of the plain optimizer",
         )
     sizes = [len(group["params"]) for group in loaded["param_groups"]]
     expected = [len(group["params"]) for group in groups]
     if sizes != expected:
         raise StateDictError(
             f"param_groups with {sizes} parameters",
-            reason=f"this optimizer has {expected}: the checkpoint is of another model or of "
+            reason=f"this optimizer has {expected}: the checkpoint has another model or "
             "other groups",
-            remedy="build the model and its parameter groups as when it was saved",
+            remedy="build the model and the parameter groups that were saved",
         )
     ids = {
         parameter: saved
@@ -173,7 +174,7 @@ def match(
             raise StateDictError(
                 f"state of parameter {saved!r} of type {type(state[saved]).__name__}",
                 reason="a parameter's state is a dict of names and values",
-                remedy="pass what state_dict() of this or of the plain optimizer returned",
+                remedy="pass the result of state_dict(), of this or of the plain optimizer",
             )
     # Where a flattened checkpoint lacks an entry, torch's unflattening puts an empty dict.
     values = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Final
 
 from torch import Tensor
 
@@ -63,26 +64,36 @@ class Statistics:
     """Host milliseconds of the last ``step()``; the device may still have been at work."""
 
     def __str__(self) -> str:
-        lanes = ", ".join(f"{count} {lane}" for lane, count in sorted(self.parameters.items()))
+        lanes = [f"{count} {_LANES[lane]}" for lane, count in sorted(self.parameters.items())]
         locked = f"page-locked in {self.pin_seconds:.1f} s" if self.pinned else "pageable"
         lines = [
             f'{self.optimizer}, overlap="{self.overlap}", after {self.steps} steps',
-            f"parameters: {lanes or 'none'}",
-            f"host: {_size(self.host_arena_bytes)}, {locked}",
-            f"device: {_size(self.device_state_bytes)} of state that never leaves, "
-            f"{_size(self.staging_bytes)} for {self.staying_buckets} buckets that stay and "
-            f"{self.buckets - self.staying_buckets} others",
+            f"parameters: {', '.join(lanes) or 'none'}",
+            f"host memory for state: {_size(self.host_arena_bytes)}, {locked}",
+            f"device memory for state: {_size(self.device_state_bytes + self.staging_bytes)}; "
+            f"{self.staying_buckets} of {self.buckets} buckets stay between steps",
         ]
         if self.host_weight_bytes:
-            lines.append(f"weights: {_size(self.host_weight_bytes)} in host memory")
+            lines.append(f"host memory for weights: {_size(self.host_weight_bytes)}")
         if self.host_gradient_bytes:
-            lines.append(f"gradients: {_size(self.host_gradient_bytes)} of host memory")
+            lines.append(f"host memory for gradients: {_size(self.host_gradient_bytes)}")
         if self.memory_change:
-            lines.append(f"device memory: {self.memory_change}")
+            lines.append(f"device memory changed {self.memory_change}")
         if self.steps:
             sent, fetched = _size(self.moved_bytes), _size(self.fetched_bytes)
-            lines.append(f"last step: {sent} out, {fetched} in, {self.step_ms:.1f} ms of the host")
+            lines.append(
+                f"last step: {sent} to the host, {fetched} to the device, "
+                f"step() took {self.step_ms:.1f} ms"
+            )
         return "\n  ".join(lines)
+
+
+_LANES: Final = {
+    "streamed": "with state in host memory",
+    "resident": "with state on the device",
+    "native": "with state on the device, updated by the class itself",
+    "host": "updated on the CPU",
+}
 
 
 def _size(n_bytes: int) -> str:

@@ -42,7 +42,7 @@ def check_wrappable(optimizer: object) -> None:
         raise ConfigError(
             f"optimizer of type {type(optimizer).__name__}",
             reason="a module, where the optimizer is expected",
-            remedy="give the optimizer first: HybridDeviceOptimizer(optimizer, model)",
+            remedy="pass the optimizer first: HybridDeviceOptimizer(optimizer, model)",
         )
     _refuse_facade(optimizer)
     if not isinstance(optimizer, Optimizer):
@@ -81,7 +81,7 @@ def _refuse_facade(optimizer: object) -> None:
         parameters = {id(p) for group in mine for p in group["params"]}
         if not any(id(p) in parameters for group in held.param_groups for p in group["params"]):
             continue
-        reason = "it calls the step of the optimizer that it holds, and that one keeps the state"
+        reason = "it delegates to the optimizer that it holds, which keeps the state"
         remedy = f"wrap that one: optimizer.{name} = HybridDeviceOptimizer(optimizer.{name}, model)"
         if getattr(held, "is_offloaded", False):
             reason, remedy = "it is wrapped already", "use it as it is"
@@ -98,9 +98,9 @@ def check_holds(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
     """
     if not models:
         warn(
-            "HybridDeviceOptimizer without model=: no parameter names, no overlap with forward "
-            "and backward, and loads into the module are not noticed. Remedy: pass the module, "
-            "HybridDeviceOptimizer(optimizer, model)"
+            "HybridDeviceOptimizer without model=: it knows no parameter names, "
+            "overlaps nothing, and misses loads into the module. Remedy: pass "
+            "the module, HybridDeviceOptimizer(optimizer, model)"
         )
         return
     named = dtensor.parameter_names(models)
@@ -109,10 +109,10 @@ def check_holds(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
     if gathered := [named[sharded[p]] for p in held if p in sharded]:
         raise ConfigError(
             f"an optimizer of {len(gathered)} gathered parameters, such as {gathered[0]}",
-            reason="FSDP2 trains sharded parameters, and shows gathered ones in their place after "
-            "unshard(), or a forward without a backward; the optimizer was built then",
-            remedy="call reshard() of each FSDPModule in model.modules(), then build the optimizer "
-            "from model.parameters(), then wrap it",
+            reason="FSDP2 trains sharded parameters; the optimizer was built after "
+            "unshard() or a forward without a backward",
+            remedy="call reshard() of each FSDPModule in model.modules(), build the "
+            "optimizer from model.parameters(), then wrap it",
         )
     if not named or any(parameter in named for parameter in held):
         return
@@ -123,13 +123,13 @@ def check_holds(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
     if are_sharded and same_shapes and not any(isinstance(p, DTensor) for p in held):
         raise ConfigError(
             what,
-            reason="fully_shard replaces parameters, and the optimizer has those of before",
+            reason="fully_shard replaced the parameters after the optimizer was built",
             remedy="call fully_shard, then build the optimizer, then wrap it",
         )
     raise ConfigError(
         what,
         reason="the optimizer was built from the parameters of another module",
-        remedy="pass the module whose parameters() the optimizer was built from",
+        remedy="pass the module that the optimizer was built from",
     )
 
 
@@ -141,9 +141,10 @@ def warn_that_state_stays(
         return
     local = [dtensor.local(p) for group in optimizer.param_groups for p in group["params"]]
     warn(
-        "%s is not a class of torch.optim: it runs its own step, and its state stays on %s "
-        "(%d parameters of %d bytes on this rank, and as much again for each state tensor of "
-        "their shape and dtype). If each element's update depends on that element alone, "
+        "%s is not a class of torch.optim: it runs its own step, and its "
+        "state stays on %s (%d parameters of %d bytes on this rank, and as "
+        "much again for each state tensor of their shape and dtype). If it "
+        "updates each element from that element alone, "
         "HybridDeviceOptimizer(..., elementwise=True) offloads the state",
         type(optimizer).__name__,
         device,
@@ -180,7 +181,7 @@ def check_any_gradient(
         raise ConfigError(
             f"step() of {names[first]} and {len(replaced) - 1} other parameters that the "
             "model no longer has",
-            reason=f"the model trains others of these names: {cause} after the optimizer was built",
+            reason=f"the model has new ones of these names: {cause} after the optimizer was built",
             remedy=f"{order}, then build the optimizer from model.parameters(), then wrap it",
         )
     if not found and warns:
@@ -216,11 +217,10 @@ class GroupedParameters:
 def changed_groups_error(gone: Sequence[Tensor], names: Mapping[Tensor, str]) -> StateSchemaError:
     """The error of a caller who changed groups when there was state already."""
     return StateSchemaError(
-        f"param_groups in which {names.get(gone[0], 'a parameter')} and {len(gone) - 1} others are "
-        "not where they were",
-        reason="parameters were removed, replaced or moved when some had state, which belongs to "
-        "a parameter and its group",
-        remedy="put them back; to stop training some, call requires_grad_(False) on them",
+        f"param_groups in which {names.get(gone[0], 'a parameter')} and "
+        f"{len(gone) - 1} others moved or are missing",
+        reason="their state belongs to a parameter and its group",
+        remedy="put them back; to freeze parameters, call requires_grad_(False)",
     )
 
 
@@ -290,7 +290,7 @@ def check_no_scale(optimizer: Optimizer) -> None:
     if own.get("grad_scale") is not None or own.get("found_inf") is not None:
         raise ConfigError(
             "step() of an optimizer with grad_scale or found_inf",
-            reason="these are for a fused step, which would unscale gradients by itself",
+            reason="they make a fused step unscale gradients itself",
             remedy="set both to None, and call scaler.unscale_(optimizer) before step()",
         )
 

@@ -78,7 +78,7 @@ class FixedMemory:
             if self._device.type == "cpu":
                 raise DeviceError(
                     f"keep_addresses=True on the CPU with torch {torch.__version__}",
-                    reason="it cannot exchange the memory of two storages",
+                    reason="this torch cannot exchange the memory of two storages",
                     remedy="use torch 2.13 or later, or leave keep_addresses out",
                 )
             return self._move_through_pool(list(found))

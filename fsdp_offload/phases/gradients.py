@@ -87,7 +87,7 @@ class Gradients:
 
     def _unspent(self, fqn: str, parameter: Tensor) -> UnspentGradientError:
         if any(parameter is each for each in parameters_of(self._optimizer)):
-            reason = "no step() since this PhaseOffloader was built has consumed it"
+            reason = "no step() has consumed it since this PhaseOffloader was built"
             remedy = 'call step() first, or zero_grad() to drop it, or build it with grads="save"'
         else:
             reason = "the PhaseOffloader has no optimizer that holds this parameter, whose step() "

@@ -111,7 +111,7 @@ class PlainOptimizer:
         if not all(hasattr(optimizer, name) for name in _NEEDED_HOOKS):
             raise ConfigError(
                 f"optimizer {type(optimizer).__name__}",
-                reason="it has none of torch's hooks: its class does not call Optimizer.__init__",
+                reason="it lacks torch's hooks: its class does not call Optimizer.__init__",
                 remedy="pass the optimizer that it wraps",
             )
         self._optimizer, self._backend = optimizer, backend

@@ -280,7 +280,7 @@ class PhaseOffloader:
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(
                 "close() of a PhaseOffloader with keep_addresses=True",
-                reason=f"no memory at other addresses ({error})",
+                reason=f"the device has no room at other addresses ({error})",
                 remedy="free device memory, then call it again; everything is on the device",
             ) from error
         self._transfer.close()
@@ -362,7 +362,7 @@ class PhaseOffloader:
                 elif self._backend.device.type != "cpu":  # there nothing is lost if it stays
                     raise UnsupportedParameterError(
                         f"{kind} {name}",
-                        reason="torch does not own its memory, so it cannot be given up",
+                        reason="torch does not own its memory, so it cannot free it",
                         remedy="clone() it once after loading",
                     )
             yield kind, [*chunks, *in_order(found)]
@@ -391,8 +391,8 @@ class PhaseOffloader:
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(
                 "PhaseOffloader(keep_addresses=True)",
-                reason=f"no device memory to move tensors with ({error}); all is as before",
-                remedy="free some, or leave keep_addresses out",
+                reason=f"the device has no room to move tensors ({error}); nothing has changed",
+                remedy="free device memory, or leave keep_addresses out",
             ) from error
         self._backend.current_stream().synchronize()
         release_cached(self._backend.device)

@@ -69,10 +69,14 @@ class FixedAddressRegion:
         chunk_bytes: int | str = CHUNK_BYTES,
     ) -> None:
         if not isinstance(name, str) or not name:
-            raise ConfigError(f"name={name!r}", reason="no name", remedy='give one, such as "kv"')
+            raise ConfigError(
+                f"name={name!r}",
+                reason="it must be a non-empty string",
+                remedy='use one such as "kv"',
+            )
         chunk = parse_bytes(chunk_bytes, "chunk_bytes")
         if not chunk:
-            raise ConfigError("chunk_bytes=0", reason="no size", remedy="leave it out")
+            raise ConfigError("chunk_bytes=0", reason="it must be positive", remedy="leave it out")
         if device is None:
             device = default_device()
         self._backend = backend = backend_for(torch.device(device))
@@ -136,7 +140,7 @@ class FixedAddressRegion:
                 raise DeviceMemoryError(
                     f"growing region {self.name!r} by {n_bytes} bytes",
                     reason=str(error),
-                    remedy="free device memory and try again; the region is as before",
+                    remedy="free device memory and try again; the region has not changed",
                 ) from error
             storage = addresses.take(n_bytes)
             tie(storage, addresses)  # a PhaseOffloader leaves it where it is

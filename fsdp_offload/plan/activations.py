@@ -62,15 +62,15 @@ class StashPlan:
             f"host, in pages of {self.page_bytes} bytes"
         ]
         if not self.groups:
-            return lines[0] + "; no group was recorded"
+            return lines[0] + "; no group recorded yet"
         need = self.most_pages * self.page_bytes
         lines += [
-            f"groups: {len(self.groups)}, buffers {_size(worst)}, rows that existed {_size(used)}",
+            f"groups: {len(self.groups)}, buffers {_size(worst)}, rows in use {_size(used)}",
             f"in use at once: {_size(need)}, with a margin of {self.margin:g}: "
             f"{_size(math.ceil(need * self.margin))}",
         ]
         if self.is_full:
-            lines.append("every buffer was full: pages save nothing here")
+            lines.append("every buffer was full, so pages save no memory")
         return "\n".join(lines)
 
 

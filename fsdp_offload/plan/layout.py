@@ -252,8 +252,8 @@ def choose_lanes(specs: Sequence[ParamSpec], config: OffloadConfig) -> tuple[Lan
             keep = size == 0 and config.offload_fraction == 0
             if spec.whole and away == "host" and not keep:
                 raise ConfigError(
-                    f"lane 'host' for {spec.fqn}",
-                    reason="its optimizer works on whole matrices, which may communicate on the "
+                    f"update_on='host' for {spec.fqn}",
+                    reason="its optimizer updates whole matrices, and may communicate on the "
                     "device",
                     remedy='use update_on="device"',
                 )

@@ -228,7 +228,7 @@ class Snapshot:
                 if not same:
                     raise ConfigError(
                         f"param_groups[{index}][{name!r}] changed to {value!r} before step()",
-                        reason="parameters were updated in backward with what it was then",
+                        reason="backward has already updated parameters with the previous value",
                         remedy="change hyper-parameters after step(), before the next backward",
                     )
 

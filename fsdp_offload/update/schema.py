@@ -42,7 +42,8 @@ _SCRATCH_NUMEL: Final = 192
 _WHOLE: Final = ("Muon", "Adafactor")
 _REFUSED: Final = {
     "LBFGS": "it evaluates its closure several times per step over the full parameter vector",
-    "SparseAdam": "it updates only the rows of sparse gradients, which cannot be cut into buckets",
+    "SparseAdam": "it updates only the rows of sparse gradients, which cannot be split "
+    "into buckets",
 }
 # Attributes of an instance that a shadow must not share: its state, what a GradScaler leaves
 # behind for one call, and the methods that schedulers and this package put on the instance.
@@ -315,7 +316,7 @@ def schema_of(
         if group.get("capturable") and not group.get("fused") and device.type == "cpu":
             raise UnsupportedOptimizerError(
                 "capturable=True with parameters on the CPU",
-                reason="it is for steps that are captured on an accelerator",
+                reason="only steps on an accelerator can be captured",
                 remedy="build the optimizer with capturable=False",
             )
         kinds = _declared_kinds(_DECLARED[cls.__name__], group, dtype, device)
@@ -344,7 +345,7 @@ def _found_kinds(
         raise StateSchemaError(
             f"optimizer {type(optimizer).__name__} with elementwise=True",
             reason=f"its step failed on a vector of {_SCRATCH_NUMEL} elements: {error!r}",
-            remedy="leave elementwise=True out: the class then runs its own step on the device",
+            remedy="leave out elementwise=True: the class then runs its own step on the device",
         ) from error
     state: dict[str, Any] = shadow.state[scratch]
     return tuple(_kind(optimizer, state, name, device) for name in state)
@@ -364,7 +365,7 @@ def _kind(
         f"state {name!r} of {type(optimizer).__name__} with elementwise=True",
         reason=f"{_described(value)} for a vector of {_SCRATCH_NUMEL} elements: neither "
         "shaped like the parameter nor a single number",
-        remedy="leave elementwise=True out: the class then runs its own step on the device",
+        remedy="leave out elementwise=True: the class then runs its own step on the device",
     )
 
 

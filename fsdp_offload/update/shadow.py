@@ -145,8 +145,9 @@ class Shadow:
         ):
             raise StateSchemaError(
                 f"state of {sliced.param.fqn} with keys {sorted(got)}",
-                reason=f"{sorted(sliced.state)} were reserved when the optimizer was wrapped",
-                remedy="leave elementwise=True out, if the class is not torch's; else wrap again",
+                reason=f"only {sorted(sliced.state)} were reserved when the optimizer was wrapped",
+                remedy="leave out elementwise=True if the class is not torch's; otherwise "
+                "wrap again",
             )
         for name, value in got.items():
             target = sliced.state[name]
@@ -158,7 +159,7 @@ class Shadow:
                         f"state {name!r} of {sliced.param.fqn}",
                         reason=f"shape {getattr(value, 'shape', None)}, "
                         f"but {tuple(target.shape)} was reserved",
-                        remedy="leave elementwise=True out",
+                        remedy="leave out elementwise=True",
                     )
                 target.copy_(value)
             else:

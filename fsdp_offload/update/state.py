@@ -110,9 +110,9 @@ def check_remainder(what: str, dtype: torch.dtype) -> None:
     if dtype != torch.bfloat16:
         raise StateDictError(
             f"{what} of {dtype}",
-            reason="it holds bits, typed as torch.bfloat16, which do not survive a cast",
-            remedy="leave the dtypes of a state dict as they are, or remove this entry: then "
-            "masters are set from the weights",
+            reason="it holds raw bits typed as torch.bfloat16, and a cast destroys them",
+            remedy="keep the dtypes of a state dict, or remove this entry: masters then "
+            "start from the weights",
         )
 
 
@@ -131,8 +131,8 @@ def check_names(param: ParamState, names: Collection[str]) -> None:
     if missing := sorted({kind.name for kind in kinds_in(param, names)} - set(names)):
         raise StateDictError(
             f"state of {param.fqn} with keys {sorted(names)}",
-            reason=f"{missing} are missing: saved by another optimizer class or other settings",
-            remedy="load a checkpoint of the same optimizer class and flags",
+            reason=f"{missing} are missing: another optimizer class or other options saved it",
+            remedy="load a checkpoint of the same optimizer class and options",
         )
 
 
@@ -156,13 +156,14 @@ def _check_tensor(param: ParamState, name: str, value: Any) -> None:
         raise StateDictError(
             f"state {name!r} of {param.fqn} with shard shape {found} of {tuple(value.shape)}",
             reason=f"this rank holds a shard of shape {shape} of {param.info.global_shape}",
-            remedy="load through torch.distributed.checkpoint, or set_optimizer_state_dict, "
-            "which reshard; or the checkpoint is of another model",
+            remedy="load through torch.distributed.checkpoint or "
+            "set_optimizer_state_dict, which reshard; or load a checkpoint of "
+            "this model",
         )
     if value.is_meta and name not in _coded(param):  # which expose() shows as a meta tensor
         raise StateDictError(
             f"state {name!r} of {param.fqn} on the meta device",
-            reason="it has a shape and no values",
+            reason="it has a shape but no values",
             remedy="load values: torch.load(...) without map_location='meta'",
         )
 

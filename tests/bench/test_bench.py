@@ -132,7 +132,7 @@ def test_a_wrong_name_is_refused(name: str, reason: str) -> None:
 
 def test_a_job_is_checked() -> None:
     for wrong in ({"tokens": 100}, {"dim": 1100}):
-        with pytest.raises(ConfigError, match="whole sequences"):
+        with pytest.raises(ConfigError, match="a multiple of seq"):
             Job(**wrong)  # type: ignore[arg-type]
 
 

@@ -347,11 +347,11 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "shape": (entry(shape=[-1]), "its header"),
     "no entry": (header({"a": None}), "its header"),
     "missing": (lambda f: (f / "model-00002-of-00002.safetensors").unlink(), "it is missing"),
-    "index": (index("{}"), "it is no index"),
-    "outside": (index('{"weight_map": {"a": "../model.safetensors"}}'), "outside of the folder"),
+    "index": (index("{}"), "not a valid index"),
+    "outside": (index('{"weight_map": {"a": "../model.safetensors"}}'), "outside its folder"),
     "twice": (
         lambda f: shutil.copy(*(f / f"model-0000{i}-of-00002.safetensors" for i in (1, 2))),
-        "in another file, too",
+        "another file contains",
     ),
 }
 
