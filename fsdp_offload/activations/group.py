@@ -185,7 +185,6 @@ class StashGroup:
 
 
 def _words(tensor: Tensor, rows: Rows, capacity: int) -> Tensor:
-    """All rows as int64, 1-D."""
     made = torch.empty(0, dtype=torch.int64, device=tensor.device)
     numel = capacity * rows.row_bytes // 8
     return made.set_(tensor.untyped_storage(), rows.start_bytes // 8, (numel,), (1,))

@@ -166,7 +166,6 @@ def async_save(
 
 
 def _staged(models: list[nn.Module], optimizer: Optimizer | None, extra: Any) -> dict[str, Any]:
-    """Copy what a save writes."""
     # A rank of a pipeline may hold nothing, and then copies nothing.
     owner = next((each for each in (optimizer, *models) if each is not None), Stager)
     if owner not in _stagers:

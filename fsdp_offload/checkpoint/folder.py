@@ -179,7 +179,6 @@ def show_life(made: Path, ended: threading.Event) -> None:
 
 
 def _clear(folder: Path, now: float) -> None:
-    """Remove leftovers of dead saves in ``folder``."""
     for each in folder.iterdir() if folder.is_dir() else ():
         name = each.name
         with contextlib.suppress(OSError):  # another save removes it

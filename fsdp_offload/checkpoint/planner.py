@@ -290,7 +290,6 @@ class JobLoadPlanner(FlatLoadPlanner):
             hand_over(self._optimizer, self._names, state, self._found.options)
 
     def _match(self) -> None:
-        """Decide which key goes where, and read options."""
         optimizer, stored, groups = self._optimizer, self._stored, list[list[Names]]()
         if optimizer is not None:
             self._names = names_of(self._models, optimizer)

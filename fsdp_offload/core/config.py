@@ -1,4 +1,4 @@
-"""What a user may choose: frozen dataclasses, checked when they are made.
+"""Options of the user: frozen dataclasses that check their values when they are built.
 
 Each value is explained under its field. Sizes are a string such as ``"8GiB"`` (binary units) or
 ``"8GB"`` (decimal units), or an ``int`` of bytes: 0, or 1 MiB and more (buckets and pages: 4 KiB).
@@ -24,7 +24,7 @@ _PINS: Final = ("require", "prefer", "never")
 OFFLOADS: Final = ("state", "all")
 OVERLAPS: Final = ("step", "forward", "backward")
 FIRST_DEVICE_BYTES: Final = GIB
-"""What ``device_memory="auto"`` takes until it is known what is to spare."""
+"""Bytes that ``device_memory="auto"`` takes until it knows the job's peak."""
 SMALL_BUCKET_BYTES: Final = 32 * MIB
 LARGE_BUCKET_BYTES: Final = 128 * MIB
 MOMENTS: Final[dict[object, torch.dtype | Literal["int8"] | None]] = {
@@ -36,10 +36,10 @@ MOMENTS: Final[dict[object, torch.dtype | Literal["int8"] | None]] = {
     "int8": "int8",
     torch.int8: "int8",
 }
-"""What ``moments=`` accepts, and what it means."""
+"""Values of ``moments=`` and their meaning."""
 
 SMALL_BYTES: Final = 4096
-"""Of buckets and pages, which may well be smaller than 1 MiB."""
+"""Least size of buckets and pages, which may be smaller than 1 MiB."""
 
 _UNITS: Final = {
     "B": 1,
@@ -55,15 +55,15 @@ _UNITS: Final = {
 
 
 def parse_bytes(value: object, name: str = "size", *, least_int: int = MIB) -> int:
-    """Bytes meant by ``value``: 0, an int, or a number and a unit ("8GiB", "5 MB").
+    """Parse a byte size: 0, an int, or a number and a unit ("8GiB", "5 MB").
 
     Args:
         value: what the caller gave.
-        name: of the option.
+        name: name of the option.
         least_int: bytes; a smaller int was probably meant in another unit.
 
     Raises:
-        ConfigError: no size, a negative one, or a number whose unit is missing.
+        ConfigError: ``value`` is not a size, is negative, or lacks a unit.
     """
     if not isinstance(value, bool) and isinstance(value, Integral):  # NumPy's, too
         if int(value) == 0 or int(value) >= least_int:
@@ -78,10 +78,10 @@ def parse_bytes(value: object, name: str = "size", *, least_int: int = MIB) -> i
 
 
 def check_choice(name: str, value: object, choices: Sequence[object], reason: str) -> None:
-    """Refuse what is not one of ``choices``; 1 is no True.
+    """Refuse a value outside ``choices``; 1 does not count as True.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: ``value`` is not a choice.
     """
     if value not in choices or not isinstance(value, str | bool | None):
         quoted = " or ".join(
@@ -91,12 +91,12 @@ def check_choice(name: str, value: object, choices: Sequence[object], reason: st
 
 
 def sized(value: int | str | None, name: str = "size", *, least_int: int = MIB) -> int | None:
-    """:func:`parse_bytes` of what may be left out."""
+    """As :func:`parse_bytes`; ``None`` stays ``None``."""
     return None if value is None else parse_bytes(value, name, least_int=least_int)
 
 
 def _no_size(value: object, name: str) -> ConfigError:
-    """The error that names what was probably meant."""
+    """Build the error, with the size that was probably meant."""
     try:
         number = float("nan") if isinstance(value, bool) else float(str(value))
     except ValueError:
@@ -118,32 +118,31 @@ def _no_size(value: object, name: str) -> ConfigError:
 
 
 def align(value: int, unit: int) -> int:
-    """``value`` rounded up to a multiple of ``unit``."""
+    """Round ``value`` up to a multiple of ``unit``."""
     return -(-value // unit) * unit
 
 
 @dataclass(frozen=True)
 class TransferConfig:
-    """How state travels between host and device, and how host memory is obtained."""
+    """How state moves between host and device, and how host memory is allocated."""
 
     bucket_bytes: int | str | None = None
-    """Bytes of state, all kinds together, in one bucket: the unit of transfer and update. Each
-    element counts as 4 bytes at least. ``None``: 128 MiB beside forward and backward, where the
-    host's own time per bucket competes with their launches, if there is a GiB of device memory for
-    it; else 32 MiB."""
+    """Bytes of state in one bucket, the unit of transfer and update. Each element counts as at
+    least 4 bytes. ``None``: 128 MiB if updates overlap forward or backward, where host time per
+    bucket competes with their launches, and a GiB of device memory is allowed; else 32 MiB."""
 
     host_threads: int | None = None
-    """Threads of the host lane, on cores next to the device. ``None``: cores of this process /
-    ranks on this host, whatever ``OMP_NUM_THREADS`` says."""
+    """Threads for updates on the CPU, on cores next to the device. ``None``: cores of this process
+    / ranks on this host, regardless of ``OMP_NUM_THREADS``."""
 
     pin: Literal["require", "prefer", "never"] = "require"
     """``"require"``: page-locked host memory or an error. ``"prefer"``: fall back to pageable
     memory with a warning. ``"never"``: pageable. Without an accelerator nothing is pinned."""
 
     host_memory: int | str | None = None
-    """Bytes of host memory that all ranks on this host may use together, over everything of this
-    package that takes some: one value for all. ``None``: that of another object, or the smaller of
-    free memory and what the cgroup leaves. Of an optimizer: ``host_memory=`` says the same."""
+    """Bytes of host memory that all objects of this package may use together, on all ranks of this
+    host: one value for all. ``None``: the value of another object, else free memory or the cgroup's
+    limit, whichever is smaller. ``host_memory=`` of an optimizer means the same."""
 
     def __post_init__(self) -> None:
         bucket_bytes = sized(self.bucket_bytes, "bucket_bytes", least_int=SMALL_BYTES)
@@ -172,16 +171,17 @@ class OffloadConfig:
 
     offload_fraction: float = 1.0
     device_memory: int | Literal["auto"] = "auto"
-    """Bytes that the optimizer may take on the device, for state that travels or stays there."""
+    """Device bytes that the optimizer may take, for slots and for state that stays."""
     update_on: str = "device"
-    """Where offloaded state is updated. ``"device"``: streamed. ``"host"``: on CPU cores."""
+    """Where offloaded state is updated: ``"device"`` as it streams through, or ``"host"`` on CPU
+    cores."""
     overlap: str | None = None
-    """None: ``"forward"`` where that is possible, else ``"step"``."""
+    """None: ``"forward"`` if possible, else ``"step"``."""
     moments: torch.dtype | Literal["int8"] | None = None
-    """How state tensors are kept between updates. ``None``: fp32 where there is a master, else the
-    shard's dtype, which is what torch would use on such a parameter. bf16, or int8 (``exp_avg``
-    and ``exp_avg_sq``, with a scale per 64 elements): where the update runs in fp32, element by
-    element, and on the device. See ``docs/optimizers.md``."""
+    """How state tensors are stored between updates. ``None``: fp32 if the parameter has a master,
+    else the shard's dtype, as torch does. bf16 and int8 (``exp_avg`` and ``exp_avg_sq``, with a
+    scale per 64 elements) need an element-wise update in fp32 on the device. See
+    ``docs/optimizers.md``."""
     master_weights: bool = True
     """Whether parameters with bf16 or fp16 shards get an fp32 master."""
     offload: str = "state"
@@ -200,7 +200,7 @@ class OffloadConfig:
         transfer: TransferConfig | None = None,
         **others: Any,
     ) -> OffloadConfig:
-        """Check the user's arguments together; ``others`` are fields as they are.
+        """Check the user's arguments together; ``others`` are further fields.
 
         Raises:
             ConfigError: a value is out of range, unknown, or contradicts another.
@@ -246,21 +246,21 @@ class OffloadConfig:
         check_choice("overlap", self.overlap, (None, *OVERLAPS), why)
 
     def compute_dtype(self, shard_dtype: torch.dtype) -> torch.dtype:
-        """dtype in which a shard of ``shard_dtype`` is updated and its moments are kept."""
+        """Return the dtype of updates and moments for a shard of ``shard_dtype``."""
         if self.master_weights and shard_dtype in (torch.bfloat16, torch.float16):
             return torch.float32
         return shard_dtype
 
     @property
     def first_device_bytes(self) -> int:
-        """Device memory for slots, and for buckets that stay, from the beginning."""
+        """Device bytes for slots and buckets that stay, at the start."""
         if self.device_memory != "auto":
             return self.device_memory
         return 0 if self.overlap == "step" else FIRST_DEVICE_BYTES
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of state in a bucket."""
+        """Return the bytes of state in a bucket."""
         given = sized(self.transfer.bucket_bytes, least_int=SMALL_BYTES)
         if given is not None:
             return given
@@ -269,7 +269,6 @@ class OffloadConfig:
 
 
 def _moments_meant(moments: object, master_weights: bool) -> torch.dtype | Literal["int8"] | None:
-    """Of ``moments=``; see :data:`MOMENTS`."""
     if not isinstance(moments, Hashable) or moments not in MOMENTS:
         raise ConfigError(
             f"moments={moments!r}",

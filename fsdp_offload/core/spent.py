@@ -1,8 +1,8 @@
-"""What ``.grad`` is while the optimizer owns the gradient: a tensor whose every use raises.
+"""Stand-ins for consumed gradients: tensors that raise on every use.
 
-With ``overlap="backward"`` a gradient is used as soon as it is there, and may be gone at any time.
-``None`` in its place would make clipping, unscaling and logging silent no-ops, and a second
-backward would silently start anew where torch accumulates.
+With ``overlap="backward"`` an update consumes a gradient during backward. ``None`` in its place
+would silently turn clipping, unscaling and logging into no-ops, and a second backward would
+silently start afresh where torch accumulates.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _USERS: Final = {
     "clip_grad_value_": "clip_grad_value_",
     "_unscale_grads_": "GradScaler.unscale_",
 }
-"""Functions that change all gradients, and what callers call them."""
+"""Functions that change all gradients, and the names that callers know."""
 
 
 class SpentGradient(Tensor):
-    """Stands for the gradient of one parameter, which the optimizer has consumed; holds no memory.
+    """Stands for a gradient that the optimizer has consumed; holds no memory.
 
     Args:
-        parameter: its shape, dtype and device are taken.
-        fqn: of the parameter, for errors.
+        parameter: gives shape, dtype and device.
+        fqn: the parameter's, for errors.
     """
 
     fqn: str
@@ -68,7 +68,7 @@ class SpentGradient(Tensor):
         raise _error(name, "a parameter" if found is None else found.fqn)
 
     def __getattr__(self, name: str) -> Any:
-        """What tensors do not have, but DTensors do."""
+        """Refuse attributes that only DTensors have."""
         if name.startswith("__") or name == "fqn":
             raise AttributeError(name)
         raise _error(name, self.fqn)
@@ -91,7 +91,7 @@ def _find(values: Any) -> SpentGradient | None:
 
 
 def _error(use: str, fqn: str) -> SpentGradientError:
-    """Of a caller who used the gradient of ``fqn`` by ``use``."""
+    """Build the error for a caller that used the gradient of ``fqn`` by ``use``."""
     what = _user() or f"{use} of the gradient of {fqn}"
     return SpentGradientError(
         f'{what} with overlap="backward"',
@@ -101,11 +101,11 @@ def _error(use: str, fqn: str) -> SpentGradientError:
 
 
 def another_backward_error(fqn: str, *, is_stepped: bool) -> SpentGradientError:
-    """The error of a caller who calls backward() while ``.grad`` of ``fqn`` is consumed.
+    """Build the error for another backward() while ``.grad`` of ``fqn`` is consumed.
 
     Args:
-        fqn: of the first such parameter.
-        is_stepped: whether ``step()`` was called since.
+        fqn: the first such parameter's.
+        is_stepped: whether the caller has called ``step()`` since.
     """
     if is_stepped:
         return SpentGradientError(
@@ -124,7 +124,8 @@ def another_backward_error(fqn: str, *, is_stepped: bool) -> SpentGradientError:
 
 
 def changed_gradient_error(fqn: str) -> SpentGradientError:
-    """The error of a caller who set ``.grad`` of ``fqn`` between its update and ``step()``."""
+    """Build the error for a caller that set ``.grad`` of ``fqn`` between its update and
+    ``step()``."""
     return SpentGradientError(
         f"step() after .grad of {fqn} was replaced or cleared since backward()",
         reason='overlap="backward" had already updated the parameter; the next '
@@ -134,7 +135,7 @@ def changed_gradient_error(fqn: str) -> SpentGradientError:
 
 
 def _user() -> str | None:
-    """Which well-known function is using a gradient, by the names on the calling stack."""
+    """Find a well-known function on the calling stack that uses a gradient."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if found := _USERS.get(frame.f_code.co_name):

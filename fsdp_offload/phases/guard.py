@@ -213,7 +213,6 @@ def _leaves(value: Any) -> Iterator[Tensor]:
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same structure with other tensors."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):

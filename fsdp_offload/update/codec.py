@@ -78,7 +78,6 @@ def encode_plain(master: Tensor, value: Tensor, remainder: Tensor) -> None:
 
 
 def _rounded(master: Tensor) -> Tensor:
-    """Bits of the bf16 values: int16."""
     halves = master.view(torch.int16).view(-1, 2)  # (numel, 2): low, high
     low, high = halves[:, 0], halves[:, 1]
     return torch.where(master.isnan(), high | QUIET_BIT, high - (low >> 15))

@@ -635,7 +635,7 @@ def fail(folder: Path, how: str) -> tuple[str, str]:
         ("disk", "CheckpointError", "No space left"),
         ("folder", "CheckpointError", "do not share the folder"),
         ("shape", "ConfigError", "count"),
-        ("foreign", "CheckpointError", "holds other files"),
+        ("foreign", "CheckpointError", "contains files that"),
     ],
 )
 def test_all_ranks_raise_if_one_fails(

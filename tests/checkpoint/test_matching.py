@@ -321,7 +321,7 @@ def test_two_models_with_equal_names_are_saved_as_one(tmp_path: Path, wrapped: b
         "save": lambda: checkpoint.save(tmp_path / "no", [first, second], optimizer),
     }
     for name, call in calls.items():
-        with pytest.raises(ConfigError, match="same names") as caught:
+        with pytest.raises(ConfigError, match="use these names") as caught:
             call()
         assert "nn.ModuleDict({'first': first, 'second': second})" in caught.value.remedy, name
 

@@ -66,10 +66,10 @@ REFUSED: dict[str, tuple[type[OffloadError], str]] = {
     **dict.fromkeys(("s3://bucket/one", "hdfs:/one", "file:///one", "a\0b"), NO_PATH),
     **dict.fromkeys(("x" * 256, "\u5b57" * 86, "x" * 256 + "/one", "x/" * 2000 + "one"), LONG),
     "../full": (CheckpointError, r"it exists.*overwrite=True"),
-    "../file": (CheckpointError, "file is no folder"),
-    "../file/below": (CheckpointError, "file is no folder"),
-    "../link": (CheckpointError, "link is no folder"),
-    "../mine": (CheckpointError, "other files than a checkpoint"),
+    "../file": (CheckpointError, "file is not a folder"),
+    "../file/below": (CheckpointError, "file is not a folder"),
+    "../link": (CheckpointError, "link is not a folder"),
+    "../mine": (CheckpointError, "files that do not belong to a checkpoint"),
 }
 
 
