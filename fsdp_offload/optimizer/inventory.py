@@ -1,4 +1,4 @@
-"""Which parameters there are: their names, order, schemas and lanes."""
+"""List parameters with their names, order, schemas and lanes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Inventory:
         optimizer: the wrapped optimizer; its groups are the wrapper's groups.
         models: gives names and the update order; may be empty.
         config: the user's choices.
-        device: where shards live.
+        device: device of the shards.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Inventory:
         self._name_missing()
 
     def _name_missing(self) -> None:
-        """Names from ``param_names``, else from the position, for what the models do not hold."""
+        """Name parameters outside the models by ``param_names``, else by position."""
         for index, group in enumerate(self._optimizer.param_groups):
             given = group.get("param_names") or []
             for position, parameter in enumerate(group["params"]):
@@ -65,7 +65,7 @@ class Inventory:
                 self.names.setdefault(parameter, name)
 
     def parameters(self) -> list[Placed]:
-        """All of them, in the order of the groups."""
+        """Return all parameters, in the order of the groups."""
         return [
             (parameter, index)
             for index, group in enumerate(self._optimizer.param_groups)
@@ -73,11 +73,11 @@ class Inventory:
         ]
 
     def trainable(self) -> list[Placed]:
-        """Those that may get gradients."""
+        """Return the parameters that may get gradients."""
         return [placed for placed in self.parameters() if placed[0].requires_grad]
 
     def _schema(self, values: dict[str, Any], dtype: torch.dtype, *, on_host: bool) -> Schema:
-        """Of parameters of ``dtype`` in a group of these values, made once per set of flags."""
+        """Return the schema for ``dtype`` in a group of these values, cached by its flags."""
         key = (signature(values), dtype, on_host)
         if key not in self._schemas:
             device = self._device
@@ -89,11 +89,11 @@ class Inventory:
     def plan(
         self, added: list[Placed], *, lanes: Mapping[Tensor, Lane] | None = None
     ) -> tuple[list[ParamState], list[Placed]]:
-        """Parameters with their lanes, in update order, and the parameters that stay native.
+        """Return parameters with their lanes, in update order, and the native parameters.
 
         Args:
             added: new parameters, in the order of the groups.
-            lanes: theirs, where they had some before; those without are native.
+            lanes: their earlier lanes, if any; parameters without one are native.
         """
         self._name_missing()
         shared = _sharing_memory(parameter for parameter, _ in self.parameters())
@@ -118,19 +118,19 @@ class Inventory:
         return params, natives
 
     def _in_update_order(self, added: list[Placed]) -> list[Placed]:
-        """Outside FSDP first, then the models' order, then the rest as given."""
+        """Sort parameters outside FSDP first, then by the models' order, then the rest as given."""
         order = {parameter: i for i, parameter in enumerate(self.names)}
         managed = fsdp_parameters(self._models)
         return sorted(added, key=lambda placed: (placed[0] in managed, order[placed[0]]))
 
     def _measured(self, parameter: Tensor, group: int, *, is_shared: bool) -> ParamSpec:
-        """What the choice of its lane goes by."""
+        """Return the sizes that decide the parameter's lane."""
         fqn = self.names[parameter]
         info = dtensor.shard_info(parameter, fqn)
         compute = self._config.compute_dtype(info.dtype)
-        # A tensor subclass may be treated in a way of its own; Adafactor's state has shapes that
-        # depend on the parameter's. Both keep what the class makes. Parameters that share memory
-        # are updated in the class's own order.
+        # The class may treat tensor subclasses specially, and Adafactor's state has shapes that
+        # depend on the parameter's. Both keep the class's own state. Parameters that share memory
+        # need the class's own order.
         native = is_shared or not info.is_plain or not has_schema(self._optimizer)
         if native and torch_class(self._optimizer) is None:
             raise UnsupportedParameterError(
@@ -178,11 +178,10 @@ class Inventory:
         )
 
     def have_outgrown(self, params: Sequence[ParamState]) -> bool:
-        """Whether options need state that is not reserved: a scheduler has set SGD's momentum.
+        """Whether options need state that is not reserved, as after a scheduler set SGD's momentum.
 
         Raises:
-            StateSchemaError: it is missing from state that is in use; there the plain optimizer
-                ends in a KeyError.
+            StateSchemaError: state in use lacks it, where the plain optimizer raises a KeyError.
         """
         checked: dict[Any, Schema] = {}
         outgrown = False
@@ -203,12 +202,12 @@ class Inventory:
         return outgrown
 
     def schema(self, param: ParamState, values: dict[str, Any]) -> Schema:
-        """What ``param`` has in a group of these values."""
+        """Return the schema of ``param`` in a group of these values."""
         return self._schema(values, param.compute_dtype, on_host=param.lane == "host")
 
 
 def missing_kinds(param: ParamState, schema: Schema) -> list[str]:
-    """Names of entries of ``schema`` that are not reserved for ``param``, sorted."""
+    """List entries of ``schema`` that are not reserved for ``param``, sorted."""
     if schema is param.schema:
         return []
     reserved = {kind.name for kind in param.schema.kinds}
@@ -216,7 +215,7 @@ def missing_kinds(param: ParamState, schema: Schema) -> list[str]:
 
 
 def _sharing_memory(parameters: Iterable[Tensor]) -> set[Tensor]:
-    """Those whose shards have memory in common with the shard of another one."""
+    """Find parameters whose shards share memory with another shard."""
     spans = []
     for parameter in parameters:
         shard = dtensor.with_history(parameter)
