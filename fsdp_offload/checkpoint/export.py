@@ -1,4 +1,4 @@
-"""Weights for other programs: safetensors files, as transformers reads them.
+"""Export weights for other programs as safetensors files, as transformers reads them.
 
 An export is a save of DCP: the planner lays out the files from what all ranks have, and every rank
 writes its chunks straight into their byte ranges, which the library ``safetensors`` cannot do. No
@@ -49,7 +49,7 @@ _DTYPES: Final = {None: None, "bf16": torch.bfloat16, "fp32": torch.float32}
 _CONVERTED: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Other floating dtypes are quantised: without their scales a conversion makes no sense."""
 _USUAL: Final = ("", "model.", "model.module.")
-"""Prefixes of weights that the only optimizer state of a checkpoint belongs to."""
+"""Prefixes of weights to which the only optimizer state of a checkpoint belongs."""
 
 
 def export_safetensors(
@@ -64,21 +64,21 @@ def export_safetensors(
 ) -> tuple[Path, ...]:
     """Write the weights into a new folder: ``model.safetensors``, or several files with an index.
 
-    Names in the files are the FQNs; a model's tied weights get the first of theirs. For
-    ``transformers`` call ``model.config.save_pretrained(out)`` after the export.
+    Names in the files are the FQNs; tied weights get their first. For ``transformers``, call
+    ``model.config.save_pretrained(out)`` after the export.
 
     Args:
-        source: the model, sharded or not: then all ranks call this and see the same folder. Or
-            the folder of a checkpoint of DCP, which one process reads alone, without the model.
+        source: the model, sharded or not; then all ranks call this and share the folder. Or the
+            folder of a DCP checkpoint, which one process reads alone, without the model.
         out: a folder that does not exist yet, or is empty. It appears when all files are complete.
         optimizer: holds the fp32 masters of a model.
-        dtype: ``"fp32"``: masters, exactly; weights without one are widened. ``"bf16"``: the
-            weights that the training computed with. ``None``: as stored. Integers, buffers and
-            quantised weights keep their dtype, and so does, in a checkpoint, a tensor that its
-            optimizer does not hold.
+        dtype: ``"fp32"``: the exact masters; weights without one are widened. ``"bf16"``: the
+            weights of the training's computation. ``None``: as stored. Integers, buffers and
+            quantised weights keep their dtype, and in a checkpoint also tensors outside its
+            optimizer.
         max_shard_bytes: most bytes of elements in one file; a tensor is never cut.
-        model_prefix: before the FQNs of weights in a checkpoint; ``None``: ``"model."`` or none.
-        optimizer_prefix: before ``state.{fqn}``; ``None``: a usual one.
+        model_prefix: prefix of the FQNs of weights in a checkpoint; ``None``: ``"model."`` or none.
+        optimizer_prefix: prefix of ``state.{fqn}``; ``None``: a usual one.
 
     Returns:
         The files, the index last.
@@ -87,8 +87,8 @@ def export_safetensors(
         ConfigError: an argument is wrong, or ranks have different tensors of one name.
         UnsupportedParameterError: a tensor cannot be stored.
         CheckpointError: weights are missing, ``out`` holds files, the file system refused, or
-            another rank failed. ``out`` is as it was.
-        CheckpointCorruptError: the checkpoint is not as it was written.
+            another rank failed. ``out`` is unchanged.
+        CheckpointCorruptError: the checkpoint changed after it was written.
     """
     writer = _ExportWriter(out)
 
@@ -130,7 +130,7 @@ def _wanted(source: object, optimizer: object, dtype: Any, *prefixes: object) ->
 
 
 class Source(NamedTuple):
-    """Where the weights of an export are."""
+    """The weights of an export."""
 
     written: Mapping[str, Tensor]  # by FQN, on the meta device: shapes and dtypes in the files
     tensors: Mapping[str, Tensor]  # by FQN: DCP finds in them the chunks that this process has
@@ -287,7 +287,7 @@ def _of_model(model: nn.Module, optimizer: Optimizer | None, wanted: torch.dtype
 
 
 def _check_dense(fqn: str, tensor: Tensor) -> None:
-    """Refuse what has no elements of its own here."""
+    """Refuse tensors without their own elements on this rank."""
     shard, placements = dtensor.local(tensor), getattr(tensor, "placements", ())
     is_dense = tensor.layout is torch.strided and not (shard.is_meta or shard.is_nested)
     is_plain = type(shard) in (Tensor, nn.Parameter, nn.Buffer)
@@ -302,16 +302,16 @@ def _check_dense(fqn: str, tensor: Tensor) -> None:
 def _of_checkpoint(
     reader: Reader, prefix: str | None, optimizer_prefix: str | None, wanted: torch.dtype | None
 ) -> Source:
-    """Find the weights in a checkpoint and their masters; each is read whole, one at a time."""
+    """Find the weights in a checkpoint and their masters, which are read whole, one at a time."""
     reader.set_up_storage_reader(reader.read_metadata(), True)
     stored = reader.metadata.state_dict_metadata
     sizes = {k: v for k, v in stored.items() if isinstance(v, TensorStorageMetadata)}
     if prefix is None:
-        # Where each key stood in the nested dict that was saved, as far as it is known.
+        # The place of each key in the saved nested dict, if known.
         paths = reader.metadata.planner_data or {key: tuple(key.split(".")) for key in sizes}
         prefix = "model." if any(p[0] == "model" and len(p) > 1 for p in paths.values()) else ""
     fqns = [key.removeprefix(prefix) for key in sizes if key.startswith(prefix)]
-    # State of "model." fits weights of "ema.", too: the caller has to say that it is theirs.
+    # State of "model." fits weights of "ema.", too, so the caller has to claim it.
     known = fqns if optimizer_prefix is not None or prefix in _USUAL else []
     layout = find_layout(stored, known, model_prefix=prefix, optimizer_prefix=optimizer_prefix)
     layout = replace(layout, model=prefix)

@@ -1,19 +1,18 @@
 """Data files: threads write bytes of tensors at known offsets, and a table of checksums.
 
 ``torch.distributed.checkpoint`` (DCP) reads each item with ``torch.load`` from its offset and
-length, which ``.metadata`` holds. Behind the last item stands a table that only this package
-reads::
+length, which ``.metadata`` holds. A table that only this package reads follows the last item::
 
     table   uint32 each; per item, in the order of the file: where in the item its elements begin,
             then the CRC-32 of every block of the item, the last one shorter
     tail    CRC-32 of the table, bytes of the table, bytes of a block, magic
 
-So a reader finds a truncated file before, and changed bytes while, it reads them, and reads only
-the blocks that it needs. Numbers are little-endian.
+So a reader detects a truncated file before it reads, and changed bytes while it reads, and reads
+only the blocks that it needs. Numbers are little-endian.
 
-One thread moves a *block* at once. It is large enough that Python costs nothing, and small enough
-to be still in the cache for its checksum. A thread holds at most one block of a tensor that is in
-device memory; see ``link/link.py: scratch``.
+A thread moves one *block* at a time, large enough to hide Python's cost, and small enough to stay
+in the cache for its checksum. A thread holds at most one block of a tensor in device memory; see
+``link/link.py: scratch``.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def without_class(tensor: Tensor) -> Tensor:
     """View a dense tensor as one of no subclass.
 
     Raises:
-        UnsupportedParameterError: it has no memory, such as a wrapper of other tensors.
+        UnsupportedParameterError: it has no memory, like a wrapper of other tensors.
     """
     plain = tensor.detach()
     if type(plain) is not Tensor:
@@ -127,7 +126,7 @@ def new_file(path: Path) -> Iterator[int]:
     Raises:
         CheckpointError: the file system refused.
     """
-    # An object, which closes it wherever Ctrl-C comes.
+    # An object, which closes the file even after Ctrl-C.
     with typed(path), path.open("xb", buffering=0) as file:
         yield file.fileno()
         os.fsync(file.fileno())
@@ -153,7 +152,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 class _Sink:
-    """A file that keeps all that ``torch.save`` writes but the elements, which it skips."""
+    """A file that keeps everything that ``torch.save`` writes except the elements."""
 
     def __init__(self) -> None:
         self.written = [bytearray(), bytearray()]
@@ -173,7 +172,7 @@ class _Sink:
 
 @functools.lru_cache(maxsize=1024)
 def envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """Return the bytes that ``torch.save`` writes before and behind the elements of a tensor.
+    """Return the bytes that ``torch.save`` writes before and after the elements of a tensor.
 
     The archive's own CRC-32 of the elements is 0; torch does not compare it.
     """
@@ -230,7 +229,7 @@ def read_table(path: Path) -> Table | None:
     """Read the table of a file; ``None``: another program wrote the file.
 
     Raises:
-        CheckpointCorruptError: the file is missing, or its table is not as it was written.
+        CheckpointCorruptError: the file is missing, or its table changed.
     """
     try:
         with path.open("rb") as file:
@@ -293,7 +292,7 @@ def typed(path: object = "a file") -> Iterator[None]:
 
 
 def corrupt(path: object, reason: str) -> CheckpointCorruptError:
-    """Build the error for a file that is not as it was written."""
+    """Build the error for a file that is damaged."""
     return CheckpointCorruptError(
         f"{path}", reason=reason, remedy="load another checkpoint; this one cannot be repaired"
     )
@@ -325,10 +324,10 @@ def run_all(
 ) -> list[_Result]:
     """Run ``jobs`` on ``threads`` threads; returns their results in order.
 
-    With ``text`` a bar shows it, and how many jobs are done.
+    With ``text``, a bar shows it and the number of finished jobs.
 
-    All threads have ended when it returns or raises: the caller closes files that jobs use, and a
-    thread that ends beside the interpreter would abort the process. After the first error, and
+    All threads have ended when it returns or raises, because the caller closes files that jobs use,
+    and a thread that outlives the interpreter would abort the process. After the first error, and
     after Ctrl-C, no further job begins.
     """
     listed, turns, is_over = list(jobs), itertools.count(), threading.Event()
@@ -347,15 +346,15 @@ def run_all(
                 raise
 
         try:
-            with contextlib.suppress(RuntimeError):  # the interpreter ends and starts no thread
+            with contextlib.suppress(RuntimeError):  # an ending interpreter starts no thread
                 futures.extend(pool.submit(work) for _ in range(count))
             if len(futures) < count:
                 work()
             is_done = False
             while not is_done:
                 wait(futures, timeout=0.1)
-                # Raises KeyboardInterrupt, if Ctrl-C has come. Not around a mere pass, which
-                # CPython 3.11 compiles to an instruction that no finally protects.
+                # Raises KeyboardInterrupt after Ctrl-C. Not around a mere pass, which CPython 3.11
+                # compiles to an instruction that no finally protects.
                 with let_through():
                     is_done = all(future.done() for future in futures)
             for future in futures:

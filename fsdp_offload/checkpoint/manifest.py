@@ -42,7 +42,7 @@ VERSION: Final = 3
 class Manifest:
     """The content of a complete checkpoint."""
 
-    time_ns: int  # of completion, since 1970; greater than that of all that lay beside it
+    time_ns: int  # completion time, since 1970; later than that of all earlier neighbours
     world_size: int  # number of ranks that wrote it
     optimizer: str  # class of the (wrapped) optimizer; empty: unknown
     files: Mapping[str, tuple[int, int]]  # bytes and CRC-32 of every file but the manifest
@@ -59,12 +59,12 @@ class Manifest:
         """Decode a file's bytes; ``None``: another program wrote them.
 
         Raises:
-            CheckpointCorruptError: they are not as they were written.
+            CheckpointCorruptError: they changed after they were written.
             CheckpointError: another version wrote them, or they name files elsewhere.
         """
         try:
             outer = json.loads(data)
-            if "crc32" not in outer and FORMAT not in str(outer):  # a changed bit leaves one
+            if "crc32" not in outer and FORMAT not in str(outer):  # a flipped bit leaves one
                 return None
             text = outer["manifest"]
             if zlib.crc32(text.encode()) != outer["crc32"]:
@@ -112,7 +112,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Reads ``.metadata`` of any origin, and runs no code that the file names."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a maker of objects of a class that describes tensors.
+        """Return a constructor of a class that describes tensors.
 
         Raises:
             CheckpointError: the file names anything else.
@@ -121,7 +121,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             return getattr(torch, name)
         if (module, name) == ("torch.serialization", "_get_layout"):
             return lambda layout: {"torch.strided": torch.strided}[layout]
-        # Neither functions nor classes themselves: a pickle may set attributes of what it gets.
+        # Neither functions nor classes themselves, because a pickle may set attributes on them.
         if f"{module}.{name}" in _DESCRIBING:
             plain = super().find_class(module, name)
             return lambda *values: plain(*values)
@@ -136,7 +136,7 @@ def decode_metadata(data: bytes, path: Path) -> Metadata:
     """Decode the bytes of ``.metadata``, and run no code that they name.
 
     Raises:
-        CheckpointError: they name a class that describes no tensor, or a file elsewhere.
+        CheckpointError: they name a class that does not describe tensors, or a file elsewhere.
         CheckpointCorruptError: they are not a pickle of a ``Metadata``.
     """
     try:
@@ -156,7 +156,7 @@ def decode_metadata(data: bytes, path: Path) -> Metadata:
 
 
 def _check_inside(path: Path, names: Iterable[str]) -> None:
-    """Refuse names of files, in the file at ``path``, that lead out of its folder."""
+    """Refuse file names in the file at ``path`` that lead out of its folder."""
     for name in names:
         if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
             raise _suspect(
@@ -166,7 +166,7 @@ def _check_inside(path: Path, names: Iterable[str]) -> None:
 
 
 def _suspect(what: str, reason: str) -> CheckpointError:
-    """Build the error for a checkpoint that may do harm to its reader."""
+    """Build the error for a checkpoint that may harm its reader."""
     return CheckpointError(
         what,
         reason=reason,
@@ -190,7 +190,7 @@ def open_checkpoint(path: Path) -> tuple[Manifest | None, Metadata]:
     headers of safetensors may be.
 
     Raises:
-        CheckpointCorruptError: one of them is not as it was written.
+        CheckpointCorruptError: one of them changed after it was written.
         CheckpointError: there is no checkpoint.
     """
     manifest = read_manifest(path)
@@ -216,7 +216,7 @@ def read_manifest(path: Path) -> Manifest | None:
     """Read the manifest of a checkpoint; ``None``: another program wrote it.
 
     Raises:
-        CheckpointCorruptError: it is not as it was written.
+        CheckpointCorruptError: it changed after it was written.
     """
     try:
         data = (path / MANIFEST).read_bytes()
@@ -229,8 +229,8 @@ def check_files(path: Path, manifest: Manifest | None, metadata: Metadata) -> No
     """Compare sizes and tables with the manifest, and chunks with tensors, before a load.
 
     Raises:
-        CheckpointCorruptError: a file is missing, or not as it was written.
-        CheckpointError: elements are in no chunk.
+        CheckpointCorruptError: a file is missing, or changed after it was written.
+        CheckpointError: chunks do not cover all elements.
     """
     for name, (nbytes, crc) in manifest.files.items() if manifest is not None else ():
         file = path / name
@@ -260,7 +260,7 @@ def _check_chunks(path: Path, metadata: Metadata) -> None:
             raise corrupt(path / name, f"it ends within {index.fqn}")
     for key, value in metadata.state_dict_metadata.items():
         if isinstance(value, TensorStorageMetadata):
-            # torch refuses to save chunks that overlap or stick out.
+            # torch refuses to save chunks that overlap or exceed the tensor.
             chunks = {tuple(c.offsets): c.sizes for c in value.chunks if 0 not in c.sizes}
             for offsets in chunks:
                 if MetadataIndex(key, offsets) not in metadata.storage_data:

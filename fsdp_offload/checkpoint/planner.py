@@ -1,11 +1,11 @@
-"""Planners for ``dcp.save`` and ``dcp.load``: which items are written, and where a load reads them.
+"""Planners for ``dcp.save`` and ``dcp.load``: items to write, and targets to read into.
 
 1. The coordinator compares files with the manifest and chunks with tensors.
-2. Every rank finds its keys, compares names and shapes, and reads options and ``extra``. Until
-   here nothing was written, and an error leaves everything as it was, on all ranks.
-3. Every rank reads its tensors: in place, or, masters that it keeps in another form, into host
-   memory. Then module and optimizer take the values over. An error or an interrupt now leaves the
-   optimizer *failed*.
+2. Every rank finds its keys, compares names and shapes, and reads options and ``extra``. Up to here
+nothing was written, and an error changes nothing on any rank.
+3. Every rank reads its tensors in place, or into host memory for masters stored in another form.
+Then module and optimizer adopt the values. An error or an interrupt now leaves the optimizer
+*failed*.
 
 1 and 2 are the local step of DCP's plan, 3 is its reading: DCP raises their errors on all ranks.
 """
@@ -67,7 +67,7 @@ from .state import (
 
 
 class FlatSavePlanner(DefaultSavePlanner):
-    """torch's planner, for a dict that is flat already.
+    """torch's planner, for a dict that is already flat.
 
     Args:
         collect: returns the dict. DCP's local step calls it, which raises its errors on all ranks.
@@ -78,7 +78,7 @@ class FlatSavePlanner(DefaultSavePlanner):
         self.mappings: dict[str, tuple[str | int, ...]] = {}
         self._collect = collect
         # By id: parameters of a group share the objects of their options, which are pickled once.
-        # The entry keeps the object alive, so that the id stays its own.
+        # The entry keeps the object alive, so that the id stays unique.
         self._encoded: dict[int, tuple[Any, bytes]] = {}
 
     @let_through()
@@ -98,17 +98,17 @@ class FlatSavePlanner(DefaultSavePlanner):
         self.state_dict, self.is_coordinator = state, is_coordinator
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Plan as torch does.
+        """Plan like torch, after checking shapes.
 
         Raises:
-            ConfigError: ranks have different tensors of one name.
+            ConfigError: ranks have different tensors under one name.
         """
         _check_same(all_plans)
         with typed():
             return super().create_global_plan(all_plans)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """Pickle a value that is no tensor."""
+        """Pickle a value other than a tensor."""
         if write_item.type is not WriteItemType.BYTE_IO:
             return object
         if id(object) not in self._encoded:
@@ -117,7 +117,7 @@ class FlatSavePlanner(DefaultSavePlanner):
 
 
 def _check_same(plans: Sequence[SavePlan]) -> None:
-    """Refuse tensors of one name whose shapes differ between ranks."""
+    """Refuse tensors with one name whose shapes differ between ranks."""
     sizes: dict[str, torch.Size] = {}
     for item in (item for plan in plans for item in plan.items):
         if item.tensor_data is not None:
@@ -161,7 +161,7 @@ class FlatLoadPlanner(DefaultLoadPlanner):
 
 
 def read_values(reader: Reader, keys: Sequence[str]) -> dict[str, Any]:
-    """Read values that are no tensors, and small tensors, by key. No collective."""
+    """Read small tensors and other values, by key. No collective."""
     values: dict[str, Any] = {}
     for key in keys:
         entry = reader.metadata.state_dict_metadata[key]
@@ -183,10 +183,10 @@ class JobLoadPlanner(FlatLoadPlanner):
     Args:
         models: the model, or the parts of a pipeline.
         optimizer: ``None``: weights only.
-        reader: of the checkpoint.
+        reader: the checkpoint's.
         strict: refuse weights that only one side has, and another class of optimizer.
-        model_prefix: see :func:`.rule.find_layout`.
-        optimizer_prefix: see there.
+        model_prefix: as of :func:`.rule.find_layout`.
+        optimizer_prefix: as of :func:`.rule.find_layout`.
     """
 
     def __init__(
@@ -206,10 +206,12 @@ class JobLoadPlanner(FlatLoadPlanner):
         self.extra: dict[str, Any] = {}
         self._stored: Mapping[str, Any] = {}  # DCP's entry of each key of the checkpoint
         self._weights: dict[str, Any] = {}  # by FQN
-        self._names: Mapping[Tensor, Names] = {}  # of the optimizer's parameters
+        self._names: Mapping[Tensor, Names] = {}  # names of the optimizer's parameters
         self._found: Match
         self._read: dict[str, Any] = {}  # the target of each key
-        self._keys: dict[str, dict[str, str]] = {}  # that the optimizer takes, by FQN and entry
+        self._keys: dict[
+            str, dict[str, str]
+        ] = {}  # keys that the optimizer takes, by FQN and entry
         self._masters: list[tuple[Tensor, str]] = []  # weight, and the key of its new value
 
     def create_local_plan(self) -> LoadPlan:
@@ -233,7 +235,7 @@ class JobLoadPlanner(FlatLoadPlanner):
                 self._plan_state(self._optimizer)
             if isinstance(stored.get(EXTRA), BytesStorageMetadata):
                 data = read_values(self._reader, [EXTRA])[EXTRA]
-                if isinstance(data, bytes):  # another program's may be anything
+                if isinstance(data, bytes):  # another program may have written anything
                     self.extra = decode(io.BytesIO(data))
             make_buffers(self._models, self._weights)
             self.set_up_planner(self._read, self._reader.metadata)
@@ -242,7 +244,7 @@ class JobLoadPlanner(FlatLoadPlanner):
             return replace(plan, planner_data=self._found.unknown)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Refuse weights that no rank has; in a pipeline each rank has some of them.
+        """Refuse weights that no rank has; in a pipeline each rank has some.
 
         Raises:
             CheckpointError: the checkpoint has such weights.
@@ -257,19 +259,19 @@ class JobLoadPlanner(FlatLoadPlanner):
         return [replace(plan, planner_data=None) for plan in global_plan]
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Give weights on the meta device memory: everything fits, on all ranks."""
+        """Allocate weights on the meta device, now that everything fits on all ranks."""
         if any(map(_is_meta, self._weights.values())):
             give_memory(self._models)
             fresh = weights_of(self._models)
             for fqn in (fqn for fqn, weight in self._weights.items() if _is_meta(weight)):
                 self._weights[fqn] = fresh[fqn]
-                if (key := self._found.weights.get(fqn)) is not None:  # else a tied one's
+                if (key := self._found.weights.get(fqn)) is not None:  # else a tied weight's
                     self.state_dict[key] = fresh[fqn]
         return super().finish_plan(new_plan)
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Hand the values to module and optimizer."""
+        """Apply loaded values to the module and the optimizer."""
         for parameter, key in self._masters:
             weight, master = dtensor.local(parameter), dtensor.local(self.state_dict[key])
             if key.endswith(REMAINDER):
@@ -280,7 +282,7 @@ class JobLoadPlanner(FlatLoadPlanner):
             mine = weights_of([model])
             set_model_state_dict(model, {f: self._weights[f] for f in mine}, options=options)
             if self._optimizer is None:
-                # The weights were read in place before, so the optimizer saw no change just now.
+                # The weights were read in place before, so the optimizer has seen no change.
                 tell_loaded(model)
         if self._optimizer is not None:
             state = {
@@ -346,7 +348,9 @@ class JobLoadPlanner(FlatLoadPlanner):
         if isinstance(optimizer, HybridDeviceOptimizer):
             view = optimizer._for_checkpoints
             live, has_masters = view.read_at_once(), not view.steps_itself
-            masters = masters if has_masters else set()  # its state may have entries of these names
+            masters = (
+                masters if has_masters else set()
+            )  # its state may have entries with these names
             entries = {p: found.state[n[0]].keys() for p, n in self._names.items()}
             view.check_fits(entries, found.options)
         else:
@@ -408,7 +412,8 @@ class JobLoadPlanner(FlatLoadPlanner):
         live: Mapping[str, Any] | None,
     ) -> None:
         """Read the master in place, or another form of it into host memory; else the weight is its
-        value. ``live`` is ``None`` for a frozen parameter, which keeps it until it is trained."""
+        value. ``live`` is ``None`` for a frozen parameter, which keeps the master until it is
+        trained."""
         for key in saved.get(REMAINDER, ()):
             if isinstance(entry := self._stored[key], TensorStorageMetadata):
                 check_remainder(key, entry.properties.dtype)
@@ -459,12 +464,12 @@ def _is_meta(value: object) -> bool:
 
 
 def _is_fp32(stored: object) -> bool:
-    """Tell whether a weight was saved with all bits of an fp32 master."""
+    """Whether a weight was saved with all bits of an fp32 master."""
     return isinstance(stored, TensorStorageMetadata) and stored.properties.dtype == torch.float32
 
 
 def _check_shape(key: str, stored: Any, value: Any) -> None:
-    """Refuse a tensor of another shape, or no tensor where one is expected."""
+    """Refuse a tensor of another shape, or another value instead of a tensor."""
     if not isinstance(stored, TensorStorageMetadata):
         if isinstance(value, Tensor) and value.dim() > 0:
             raise StateDictError(

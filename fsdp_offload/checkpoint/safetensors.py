@@ -1,4 +1,4 @@
-"""Files of safetensors, in folders as Hugging Face's libraries write and read them.
+"""Read and write safetensors files, in folders like those of Hugging Face's libraries.
 
 A file is a header (JSON: dtype, shape and bytes of each tensor), then elements without gaps. A
 model is one file, or several with an index. DCP's metadata describe them as well as a checkpoint:
@@ -44,7 +44,7 @@ class File:
 
     def __init__(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         self.name = name
-        table: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+        table: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
         at = 0
         for fqn, t in tensors.items():
             span = [at, at := at + t.nbytes]
@@ -83,10 +83,10 @@ def read_folder(path: Path) -> Metadata | None:
     """Describe the tensors of a folder, under the prefix of a checkpoint's weights.
 
     Returns:
-        ``None`` where the folder has no such file.
+        ``None`` if the folder has no such file.
 
     Raises:
-        CheckpointError: it has several models, or its index names files elsewhere.
+        CheckpointError: the folder has several models, or its index names files elsewhere.
         CheckpointCorruptError: a file is missing, or not what its header says.
     """
     files = _files_of(path)
@@ -106,7 +106,7 @@ def read_folder(path: Path) -> Metadata | None:
 
 
 def _files_of(path: Path) -> list[Path]:
-    """List the files of the model in a folder: of its index, or the only one."""
+    """List the files of the model in a folder: those of its index, or the only one."""
     for pattern in (INDEX, f"model{SUFFIX}", f"*{SUFFIX}.index.json", f"*{SUFFIX}"):
         found = sorted(path.glob(pattern))
         if len(found) > 1:
@@ -130,7 +130,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _tensors_of(file: Path) -> dict[str, tuple[Tensor, int]]:
-    """Read a header; returns each tensor, on the meta device, and where its elements begin."""
+    """Read a header; returns each tensor, on the meta device, and the offset of its elements."""
     dtypes = {code: dtype for dtype, code in CODES.items()}
     tensors: dict[str, tuple[Tensor, int]] = {}
     try:

@@ -1,12 +1,12 @@
-"""Collect what a save writes, by key: optimizer state, weights, and plain values.
+"""Collect the content of a save by key: optimizer state, weights, and plain values.
 
 Keys are those of torch's flattened optimizer state dict: ``state.{fqn}.{name}`` and
-``param_groups.{fqn}.{option}``, sorted. They follow from the groups and from the schema of the
-optimizer's class, never from what a rank holds, so all ranks have the same without a collective.
+``param_groups.{fqn}.{option}``, sorted. They follow from the groups and the schema of the
+optimizer's class, never from a rank's shards, so all ranks have the same without a collective.
 
 A save never writes an fp32 master twice. fp32 shards are masters themselves. A bf16 weight is the
-upper half of its master, and ``master_remainder`` holds the other 16 bits. A whole master (host
-lane, fp16 shards) is saved as ``master`` (fp32).
+upper half of its master, and ``master_remainder`` holds the other 16 bits. A whole master (updates
+on the CPU, fp16 shards) is saved as ``master`` (fp32).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SEVERAL: Final = (
     "storage_writer=checkpoint.Writer(path)), and load one after the other: "
     "checkpoint.load(path, model, first, optimizer_prefix='first.')"
 )
-"""What to do with several optimizers."""
+"""Remedy for several optimizers."""
 
 Models = nn.Module | Sequence[nn.Module]
 
@@ -61,7 +61,7 @@ class OptimizerState:
 
     Raises:
         ConfigError: (of both methods) a parameter is not in ``model``.
-        StateDictError: (likewise) other ranks could not take over the state, or it does not fit.
+        StateDictError: (likewise) other ranks could not load the state, or it does not fit.
         LaneError: (of :meth:`state_dict`) the optimizer has failed.
     """
 
@@ -80,8 +80,8 @@ class OptimizerState:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned; values may be the live state itself.
 
-        Options that are missing keep their value; parameters without any state get none. If
-        something does not fit, nothing was written.
+        Missing options keep their value; parameters without state get none. If anything does not
+        fit, nothing is written.
         """
         names = names_of(listed(self._model), self._optimizer)
         groups, layout = groups_of(self._optimizer, names), KeyLayout(None, "")
@@ -99,8 +99,8 @@ class OptimizerState:
 
 
 def pack(model: Models, optimizer: Optimizer, *, for_writing: bool = True) -> dict[str, Any]:
-    """Pack as :meth:`OptimizerState.state_dict`; ``for_writing``: the caller may write into the
-    tensors, which the next step then looks for."""
+    """Pack like :meth:`OptimizerState.state_dict`; ``for_writing``: the caller may write into the
+    tensors, so the next step looks for writes."""
     optimizer = wrapper_of(optimizer)
     if not isinstance(optimizer, HybridDeviceOptimizer):
         return _pack_plain(listed(model), optimizer)
@@ -119,13 +119,13 @@ def pack(model: Models, optimizer: Optimizer, *, for_writing: bool = True) -> di
 
 
 def wrapper_of(optimizer: Any) -> Any:
-    """Return the wrapper, where ``optimizer`` is the one that it wraps."""
+    """Return the wrapper, if ``optimizer`` is wrapped by one."""
     view = getattr(optimizer, "_for_checkpoints", None)
     return optimizer if view is None else view.optimizer
 
 
 def state_to_read(optimizer: Optimizer) -> Mapping[Tensor, Mapping[str, Any]]:
-    """Return the final state by parameter, for a caller who does not write into it."""
+    """Return the final state by parameter, for a caller that does not write to it."""
     if isinstance(optimizer, HybridDeviceOptimizer):
         return optimizer._for_checkpoints.read()
     return optimizer.state
@@ -158,7 +158,7 @@ def hand_over(
     state: Mapping[str, Mapping[str, Any]],
     options: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Load state by name and the options of each group; options that are missing stay."""
+    """Load state by name and the options of each group; missing options stay."""
     groups = [
         {**group, **found, "params": [names[parameter][0] for parameter in group["params"]]}
         for group, found in zip(optimizer.param_groups, options, strict=True)
@@ -177,7 +177,7 @@ def names_of(models: Sequence[nn.Module], optimizer: Optimizer) -> dict[Tensor, 
     """Find the FQNs of each parameter of ``optimizer``; a tied weight has several.
 
     Raises:
-        ConfigError: a parameter is in none of ``models``, or two have one name.
+        ConfigError: a parameter is in none of ``models``, or two share a name.
     """
     saved, names = dtensor.saved_names(models), dict[Tensor, list[str]]()
     owners: dict[str, Tensor] = {}
@@ -198,7 +198,7 @@ def names_of(models: Sequence[nn.Module], optimizer: Optimizer) -> dict[Tensor, 
 
 
 def same_names(names: Sequence[str]) -> ConfigError:
-    """Build the error for two models whose tensors have the same names."""
+    """Build the error for two models with equal tensor names."""
     return ConfigError(
         f"{some(names)} of two of the models",
         reason="both models use these names, and one set would be lost",
@@ -213,7 +213,7 @@ def some(names: Sequence[str]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Convert NumPy's scalars, which schedules leave in groups, to Python's."""
+    """Convert NumPy scalars, which schedules leave in groups, to Python's."""
     is_numpy = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
     return value.item() if is_numpy else value
 
@@ -232,11 +232,11 @@ def _check_value(parameter: Tensor, fqn: str, name: str, value: Any) -> None:
 
 
 def _pack_plain(models: Sequence[nn.Module], optimizer: Optimizer) -> dict[str, Any]:
-    names_of(models, optimizer)  # refuses equal names, of which torch's dict would lose one
+    names_of(models, optimizer)  # refuses equal names, because torch's dict would lose one
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     single = models[0] if len(models) == 1 else nn.ModuleList(models)
     packed = get_optimizer_state_dict(single, optimizer, options=options)
-    if len(models) > 1:  # the position in the list is no part of a name
+    if len(models) > 1:  # the position in the list is not part of a name
         packed = {re.sub(r"^(state|param_groups)\.\d+\.", r"\1.", k): v for k, v in packed.items()}
     return dict(sorted(packed.items()))
 
@@ -260,7 +260,7 @@ def weights_of(models: Sequence[nn.Module]) -> dict[str, Any]:
 
 
 def wait_for(models: Sequence[nn.Module]) -> None:
-    """Block until the current stream is done: threads read on streams of their own."""
+    """Block until the current stream is done, because threads read on their own streams."""
     # A rank of a pipeline may hold nothing.
     tensors: list[Tensor] = [parameter for model in models for parameter in model.parameters()]
     tensors = tensors or [buffer for model in models for buffer in model.buffers()]
@@ -271,8 +271,8 @@ def wait_for(models: Sequence[nn.Module]) -> None:
 def collect(
     models: Sequence[nn.Module], optimizer: Optimizer | None, extra: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Collect what a save writes, in the order of the current stream: weights as ``model.{fqn}``,
-    state as ``optim.{key}``, and ``extra`` as bytes.
+    """Collect the content of a save, in the order of the current stream: weights as
+    ``model.{fqn}``, state as ``optim.{key}``, and ``extra`` as bytes.
 
     The first rank of a parameter's mesh alone gives options and step counts, which all ranks have:
     they travel to the coordinator.

@@ -1,4 +1,4 @@
-"""Arguments of each subcommand. This file does not import torch, so that ``--help`` is quick."""
+"""Arguments of each subcommand. This file does not import torch, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEFAULT_ROWS: Final = (
 CARDS: Final = (
     "h100-80", "h200", "b200", "gh200", "a100-80", "a100-40", "l40s", "rtx-4090", "rtx-5090",
 )  # fmt: skip
-"""Those that :mod:`..plan.estimate` knows; it imports torch."""
+"""GPUs of :mod:`..plan.estimate`, which imports torch."""
 
 
 class Parser(argparse.ArgumentParser):

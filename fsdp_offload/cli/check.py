@@ -9,7 +9,7 @@ State = Literal["ok", "warning", "error"]
 
 
 class Check(NamedTuple):
-    """One line: the thing that was checked, and its effect on offload."""
+    """One line: what was checked, and its effect on offload."""
 
     name: str
     state: State  # "warning": slower, or not known; "error": offload fails here

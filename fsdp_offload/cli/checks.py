@@ -1,8 +1,8 @@
 """Checks of the host, then of torch, its device and the link.
 
-Those of the host take what they check as arguments, so that a test can give it a fault. Paths are
-Linux's, below a ``root`` that holds ``proc`` and ``sys``. ``address`` is the device's on the PCI
-bus, empty without a device.
+Checks of the host take the facts as arguments, so that a test can pass a fault. Paths are Linux',
+below a ``root`` that contains ``proc`` and ``sys``. ``address`` is the device's on the PCI bus,
+empty without a device.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def check_host_memory(bounds: Collection[HostMemory], device_bytes: int) -> Chec
 
 
 def check_numa(root: Path, address: str, cores: Collection[int]) -> Check:
-    """Tell whether this process may use ``cores`` next to the device, where state should lie."""
+    """Check whether ``cores`` include any next to the device, where state should lie."""
     name = "NUMA"
     nodes = list((root / "sys/devices/system/node").glob("node[0-9]*"))
     if len(nodes) <= 1 or not address:
@@ -86,7 +86,7 @@ def check_numa(root: Path, address: str, cores: Collection[int]) -> Check:
 
 
 def pcie_gbps(root: Path, address: str) -> float:
-    """Return the GB/s that the device's PCIe carries each way, without headers; 0: not known."""
+    """Return the GB/s of the device's PCIe each way, without headers; 0 if unknown."""
     folder = root / "sys/bus/pci/devices" / address
     speed, width = (_number(_read(folder / f"max_link_{name}")) for name in ("speed", "width"))
     # Up to 5 GT/s 8 of 10 bits carry data, to 32 GT/s 128 of 130, above all of them.
@@ -152,7 +152,7 @@ def check_names() -> Check:
 
 
 def check_device(cuda: str | None, driver: str, devices: Sequence[str]) -> Check:
-    """Tell whether torch, built for ``cuda``, can use a device; empty ``driver``: none."""
+    """Check whether torch, built for ``cuda``, can use a device; empty ``driver``: none."""
     if devices and cuda is None:
         remedy = "use an NVIDIA device: streams and pinning need CUDA"
         return Check("device", "warning", f"{', '.join(devices)}, which was never tested", remedy)
@@ -170,7 +170,7 @@ def check_device(cuda: str | None, driver: str, devices: Sequence[str]) -> Check
 
 
 def check_pinning(device: torch.device) -> Check:
-    """Let the driver page-lock memory of this process, and give it back."""
+    """Page-lock some memory of this process, and free it."""
     try:
         HostRange(_PIN_BYTES, device=device, can_pin=True, transfer=TransferConfig()).close()
     except PinningError as error:
@@ -180,7 +180,7 @@ def check_pinning(device: torch.device) -> Check:
 
 
 def check_link(device: torch.device, root: Path, address: str) -> Check:
-    """Measure copies of page-locked memory on the current device: 2 GiB each way, some times."""
+    """Measure copies of page-locked memory on the current device: 2 GiB each way, several times."""
     with _group_of_one():
         measured = measure_link(device, 3)
     to, back, both = (measured[f"{way}_gbps"] for way in ("h2d", "d2h", "h2d+d2h"))
@@ -195,7 +195,7 @@ def check_link(device: torch.device, root: Path, address: str) -> Check:
 
 
 def check_others(device: torch.device) -> Check:
-    """Find device memory that neither this process nor the driver has."""
+    """Find device memory that other processes use."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     others = total_bytes - free_bytes - torch.cuda.memory_reserved(device)
     found = f"{size_text(free_bytes)} free of {size_text(total_bytes)}"
@@ -210,7 +210,7 @@ def check_others(device: torch.device) -> Check:
 
 
 def check_triton(device: torch.device | None) -> Check:
-    """Compile and try a kernel for updates on the current device, if there is one."""
+    """Compile and try a kernel for updates on the current device, if any."""
     is_there = find_spec("triton") is not None
     if device is None:
         found = "installed" if is_there else "not installed"

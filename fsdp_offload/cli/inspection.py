@@ -29,10 +29,10 @@ _SHOWN: Final = 60  # characters of a value in a line
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report; returns 1 if the checkpoint has a fault.
+    """Print the report; return 1 if the checkpoint has a fault.
 
     Raises:
-        CheckpointError: there is no checkpoint, or reading its ``.metadata`` would run code.
+        CheckpointError: no checkpoint is there, or reading its ``.metadata`` would run code.
     """
     report = look(options.checkpoint, elements=not options.skip_elements)
     print(json.dumps(report, indent=1) if options.json else _text(report))
