@@ -269,7 +269,6 @@ class BatchCopies:
             batch.start, batch.host = None, []
 
     def _bring_back_before(self, batch: Batch) -> None:
-        """Bring back up to :data:`AHEAD` batches, if there is memory."""
         order, n_ahead = self._order, 0
         while order and ((last := order[-1]()) is None or last.residence is Residence.DEVICE):
             order.pop()

@@ -147,7 +147,6 @@ class StashGroup:
         return handle
 
     def _close(self, handles: list[SavedTensor]) -> None:
-        """Copy taken tensors away, and release them."""
         if self._count is None:
             raise ActivationError(
                 "a group without rows()",

@@ -31,7 +31,6 @@ _ROWS: tl.constexpr = tl.constexpr(ROWS)
 
 @triton.jit
 def _push(free, pages, total, near, near_free, far_free, n_near, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Put a table's pages on the stacks, last ones first."""
     for start in range(0, total, BLOCK):
         j = start + tl.arange(0, BLOCK)
         far_at = n_near + far_free + (total - near) - 1 - (j - near)

@@ -109,7 +109,6 @@ def move(
 def _places(
     pool: PagePool, table: PageTable, words: Sequence[Tensor], row_bytes: Sequence[int]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield memory of the rows and its place in the pool, page by page."""
     record = table.record.tolist()
     ids = table.pages[: record[TOTAL]].tolist()
     for index, (memory, each) in enumerate(zip(words, row_bytes, strict=True)):

@@ -117,7 +117,6 @@ def _span_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of the first element and the end of the last."""
     start = int(tensor.storage_offset())
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return start * tensor.itemsize, (start + last + 1) * tensor.itemsize

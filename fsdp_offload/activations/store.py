@@ -57,7 +57,6 @@ class ExactRows:
 
 
 def _copy(rows: Tensor) -> Tensor:
-    """Copy on the device, or to pageable host memory if the device is full."""
     try:
         return rows.clone()
     except torch.OutOfMemoryError:

@@ -360,7 +360,6 @@ def _meet(store: Any, call: str, interrupt: Note) -> int:
 
 
 def _wait(store: Any, turn: int, call: str, interrupt: Note) -> None:
-    """Wait until a turn has ended; the log names absent ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     start, pause_s, told = time.monotonic(), 1e-4, False
     while not store.check([f"turn {turn}"]):
@@ -414,7 +413,6 @@ def _save(writer: StorageWriter, planner: SavePlanner, group: dist.ProcessGroup 
 
 
 def _load(reader: StorageReader, planner: LoadPlanner, group: dist.ProcessGroup | None) -> None:
-    """Call ``dcp.load``, or its steps for one process."""
     if group is not None:
         dcp_load({}, storage_reader=reader, planner=planner, process_group=group)
         return

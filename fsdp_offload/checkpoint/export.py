@@ -209,7 +209,6 @@ class _ExportWriter(Writer):
 
 
 def _write_chunk(descriptor: int, file: File, item: WriteItem, tensors: Sequence[Tensor]) -> None:
-    """Convert and write a chunk of a tensor, a few rows at a time."""
     assert item.tensor_data is not None  # the planner has tensors only
     offset, written = file.places[item.index.fqn]
     first, *others = item.tensor_data.chunk.offsets or (0,)
@@ -252,7 +251,6 @@ def _value(dtype: torch.dtype, weight: Tensor, master: Tensor | None = None) -> 
 
 
 def _written(fqn: str, tensor: Tensor, wanted: torch.dtype | None) -> Tensor:
-    """Describe a tensor in the files by one on the meta device."""
     if tensor.dtype not in CODES:
         raise UnsupportedParameterError(
             f"{fqn} of {tensor.dtype}",
@@ -264,7 +262,6 @@ def _written(fqn: str, tensor: Tensor, wanted: torch.dtype | None) -> Tensor:
 
 
 def _of_model(model: nn.Module, optimizer: Optimizer | None, wanted: torch.dtype | None) -> Source:
-    """Find the shards that this process holds, and their masters, without a copy."""
     state = {} if optimizer is None else state_to_read(optimizer)
     named = dtensor.saved_names([model]).items()
     parameters = {n: p for p, names in named if isinstance(p, nn.Parameter) for n in names}
@@ -287,7 +284,6 @@ def _of_model(model: nn.Module, optimizer: Optimizer | None, wanted: torch.dtype
 
 
 def _check_dense(fqn: str, tensor: Tensor) -> None:
-    """Refuse tensors without their own elements on this rank."""
     shard, placements = dtensor.local(tensor), getattr(tensor, "placements", ())
     is_dense = tensor.layout is torch.strided and not (shard.is_meta or shard.is_nested)
     is_plain = type(shard) in (Tensor, nn.Parameter, nn.Buffer)

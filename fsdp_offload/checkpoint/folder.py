@@ -98,7 +98,6 @@ def checked(path: object) -> Path:
 
 
 def _check_replaceable(path: Path, *, overwrite: bool) -> None:
-    """Refuse to replace anything but a checkpoint, or a checkpoint without ``overwrite``."""
     files = [p for p in (path, *path.parents) if p.exists() and not p.is_dir()]
     files += [path] if path.is_symlink() else []
     names = os.listdir(path) if not files and path.exists() else []
@@ -139,7 +138,6 @@ def _host() -> str:
 
 
 def _start_of(pid: int | str) -> str:
-    """Return a process's start time, in ticks since boot; empty: it has ended."""
     with contextlib.suppress(OSError):
         state, *values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if state in "ZX" else values[18]
@@ -325,7 +323,6 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def _complete_in(folder: Path) -> dict[Path, Manifest]:
-    """Find the complete checkpoints of this package in ``folder`` at one moment."""
     until = time.monotonic() + _RENAME_S
     while True:
         found: dict[Path, Manifest] = {}
@@ -348,7 +345,6 @@ def _complete_in(folder: Path) -> dict[Path, Manifest]:
 
 
 def _look(path: Path) -> tuple[Manifest | None, bool]:
-    """Read the manifest, or None, and tell whether all files are there."""
     manifest = None
     with contextlib.suppress(CheckpointError, OSError):
         if path.is_dir() and not path.is_symlink():

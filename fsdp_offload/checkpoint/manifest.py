@@ -156,7 +156,6 @@ def decode_metadata(data: bytes, path: Path) -> Metadata:
 
 
 def _check_inside(path: Path, names: Iterable[str]) -> None:
-    """Refuse file names in the file at ``path`` that lead out of its folder."""
     for name in names:
         if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
             raise _suspect(

@@ -117,7 +117,6 @@ class FlatSavePlanner(DefaultSavePlanner):
 
 
 def _check_same(plans: Sequence[SavePlan]) -> None:
-    """Refuse tensors with one name whose shapes differ between ranks."""
     sizes: dict[str, torch.Size] = {}
     for item in (item for plan in plans for item in plan.items):
         if item.tensor_data is not None:
@@ -374,7 +373,6 @@ class JobLoadPlanner(FlatLoadPlanner):
                     self._plan_entry(parameter, names[0], name, keys[name], (state or {}).get(name))
 
     def _check_state(self, optimizer: Optimizer) -> None:
-        """Refuse a checkpoint without state, or of another class of optimizer."""
         if self._found.untold == {names[0] for names in self._names.values()}:
             raise CheckpointError(
                 f"{self._reader.path}",
@@ -394,7 +392,6 @@ class JobLoadPlanner(FlatLoadPlanner):
     def _plan_entry(
         self, parameter: Tensor, fqn: str, name: str, keys: Sequence[str], live: Any
     ) -> None:
-        """Read an entry of a parameter's state into ``live``, or into a new tensor."""
         entry = self._stored[keys[0]]
         if isinstance(entry, TensorStorageMetadata) and not isinstance(live, Tensor):
             if entry.size == parameter.shape and name != "step":
@@ -442,12 +439,10 @@ class JobLoadPlanner(FlatLoadPlanner):
             warn("the load skips %s of %s: it needs a bf16 weight", REMAINDER, names[0])
 
     def _take(self, fqn: str, entry: str, keys: Sequence[str], value: Any) -> None:
-        """Plan to read ``keys`` into an entry of the state that the optimizer takes."""
         self._read_into(keys, value)
         self._keys.setdefault(fqn, {})[entry] = keys[0]
 
     def _read_into(self, keys: Sequence[str], value: Any) -> None:
-        """Plan to read ``keys`` into a tensor, or as values."""
         for key in keys:
             entry = self._stored[key]
             _check_shape(key, entry, value)
@@ -464,12 +459,10 @@ def _is_meta(value: object) -> bool:
 
 
 def _is_fp32(stored: object) -> bool:
-    """Whether a weight was saved with all bits of an fp32 master."""
     return isinstance(stored, TensorStorageMetadata) and stored.properties.dtype == torch.float32
 
 
 def _check_shape(key: str, stored: Any, value: Any) -> None:
-    """Refuse a tensor of another shape, or another value instead of a tensor."""
     if not isinstance(stored, TensorStorageMetadata):
         if isinstance(value, Tensor) and value.dim() > 0:
             raise StateDictError(

@@ -154,7 +154,6 @@ class Reader(FileSystemReader):
         return done(None)
 
     def _compare(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Compare values of several keys for one memory, before any write."""
         self._apart = self._read_apart(plan, targets_of(plan, planner))
 
     def _read_apart(
@@ -198,7 +197,6 @@ class Reader(FileSystemReader):
         return bool(jobs)
 
     def _opener(self, files: ExitStack) -> Callable[[str], _File | None]:
-        """Open each file once; ``files`` closes it. ``None``: another program wrote it."""
 
         @functools.cache
         def opened(name: str) -> _File | None:
@@ -234,7 +232,6 @@ class Reader(FileSystemReader):
             raise corrupt(self.path, f"torch cannot read an item: {error!r}") from error
 
     def _box(self, request: ReadItem) -> Tensor:
-        """Cut the requested box out of its stored chunk, on the meta device."""
         stored = self.metadata.state_dict_metadata[request.storage_index.fqn]
         assert isinstance(stored, TensorStorageMetadata)  # the planner asked for a tensor
         offsets = request.storage_index.offset
@@ -265,14 +262,12 @@ def targets_of(plan: LoadPlan, planner: LoadPlanner) -> dict[ReadItem, Tensor]:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the first and last address of its elements."""
     steps = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
     return start, start + (1 + steps) * tensor.element_size()
 
 
 def _sharing(targets: Mapping[ReadItem, Tensor]) -> list[list[ReadItem]]:
-    """Group items of several keys whose spans overlap, each group by key."""
     spans = [
         (*_span(target), item)
         for item, target in targets.items()
@@ -382,7 +377,6 @@ def _tensor_jobs(file: _File, info: _StorageInfo, box: Tensor, target: Tensor) -
 
 
 def _read_rows(file: _File, info: _StorageInfo, start: int, box: Tensor, target: Tensor) -> None:
-    """Read the bytes that span the box, and copy its elements in the target's dtype."""
     steps = zip(box.shape, box.stride(), strict=True)
     flat = torch.empty(1 + sum((size - 1) * stride for size, stride in steps), dtype=box.dtype)
     first = start + int(box.storage_offset()) * box.element_size()
@@ -391,7 +385,6 @@ def _read_rows(file: _File, info: _StorageInfo, start: int, box: Tensor, target:
 
 
 def _block_jobs(file: _File, info: _StorageInfo, first: int, target: Tensor) -> Iterator[Job]:
-    """Make a job for each block of the item that has bytes of ``target`` (1-D uint8)."""
     stop, size = first + target.numel(), file.block_bytes
     for edge in range(first // size * size, stop, size):
         low, high = max(first, edge), min(stop, edge + size)

@@ -106,7 +106,6 @@ def read_folder(path: Path) -> Metadata | None:
 
 
 def _files_of(path: Path) -> list[Path]:
-    """List the files of the model in a folder: those of its index, or the only one."""
     for pattern in (INDEX, f"model{SUFFIX}", f"*{SUFFIX}.index.json", f"*{SUFFIX}"):
         found = sorted(path.glob(pattern))
         if len(found) > 1:

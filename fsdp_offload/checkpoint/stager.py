@@ -100,7 +100,6 @@ class Stager(AsyncStager):
         return made
 
     def _fill(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Copy device memory by links, and host memory by threads meanwhile."""
         jobs = [
             functools.partial(Tensor.copy_, *parts)
             for pair in pairs
@@ -164,7 +163,6 @@ class _Builder(pickle.Unpickler):
 
 
 def _place(plain: Tensor) -> object:
-    """Return a key that two tensors share if they are the same view of one memory."""
     form = plain.dtype, plain.shape, plain.stride(), plain.is_conj(), plain.is_neg()
     return plain.device, plain.data_ptr(), *form
 
@@ -198,7 +196,6 @@ def _local_copy(tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether shape, strides and dtype describe its memory."""
     return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
 
 

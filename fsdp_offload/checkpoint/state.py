@@ -213,7 +213,6 @@ def some(names: Sequence[str]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Convert NumPy scalars, which schedules leave in groups, to Python's."""
     is_numpy = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
     return value.item() if is_numpy else value
 

@@ -192,7 +192,6 @@ class Writer(StorageWriter):
             folder.prune(self.path, self._keep_last)
 
     def _complete(self, verb: str, n_bytes: int) -> None:
-        """Keep the published folder, and report the save."""
         self._ended.set()
         self._aside = None
         report(f"{verb} {self.path}", n_bytes, time.perf_counter() - self._start)

@@ -129,7 +129,6 @@ def check_torch(version: str, run: Sequence[str]) -> Check:
 
 @contextmanager
 def _group_of_one() -> Iterator[None]:
-    """Make a gloo group of this process alone, whatever a launcher has set."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         yield

@@ -160,7 +160,6 @@ def _as_words(*matrices: Tensor) -> Sequence[Tensor]:
 
 
 def _are_plain(tensors: Sequence[Tensor], dtype: torch.dtype) -> bool:
-    """Whether all are ordinary tensors, contiguous, of that dtype."""
     return all(
         type(tensor) in (Tensor, CommBuffer) and tensor.dtype == dtype and tensor.is_contiguous()
         for tensor in tensors

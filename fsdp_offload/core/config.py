@@ -96,7 +96,6 @@ def sized(value: int | str | None, name: str = "size", *, least_int: int = MIB) 
 
 
 def _no_size(value: object, name: str) -> ConfigError:
-    """Build the error, with the size that was probably meant."""
     try:
         number = float("nan") if isinstance(value, bool) else float(str(value))
     except ValueError:

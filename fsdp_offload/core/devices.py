@@ -57,7 +57,6 @@ _Commands = _TorchCommands | DriverCommands
 
 
 def _recorded(event: Event) -> Event:
-    """Return the event that a raw stream can wait for."""
     return event.recorded() if isinstance(event, PendingEvent) else event
 
 
@@ -151,7 +150,6 @@ class _TakingTurns(_AcceleratorStream):
             raw.synchronize()
 
     def _join(self) -> None:
-        """Point ``raw`` at the stream of the last turn, after all turns so far."""
         count = len(self._raws)
         last = (self._turn - 1) % count
         self.raw = self._raws[last]

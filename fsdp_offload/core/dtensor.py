@@ -231,7 +231,6 @@ def uneven_offsets(parameter: Tensor) -> tuple[int, ...] | None:
 
 
 def _check_even(parameter: Tensor, fqn: str, shape: tuple[int, ...]) -> None:
-    """Refuse a shard that is uneven and has no chunk metadata."""
     if not isinstance(parameter, DTensor) or uneven_offsets(parameter) is not None:
         return
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -426,11 +425,8 @@ def parameter_names(models: Sequence[nn.Module]) -> dict[Tensor, str]:
 
 
 def saved_names(models: Sequence[nn.Module]) -> dict[Tensor, list[str]]:
-    """Map every parameter and buffer to its FQNs as in state dicts; tied ones have several.
-
-    Unlike :func:`parameter_names`, drops the prefixes of wrappers (``torch.compile``, activation
-    checkpointing, DDP).
-    """
+    """Map every parameter and buffer to its FQNs as in state dicts, without prefixes of wrappers
+    (``torch.compile``, activation checkpointing, DDP); tied ones have several."""
     from torch.distributed.checkpoint.state_dict import _get_fqns
 
     names: dict[Tensor, list[str]] = {}

@@ -175,7 +175,6 @@ def record_of(tensor: object) -> Record | None:
 
 
 def _split(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Record]]:
-    """Separate tensors on the device from records of those in host memory."""
     here, away = list[Tensor](), list[Record]()
     for tensor in tensors:
         record = record_of(tensor)
@@ -187,7 +186,6 @@ def _split(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Record]]:
 
 
 def _are_alike(tensors: Sequence[Tensor], dtype: object = None) -> bool:
-    """Whether torch takes the same kernel for the whole list."""
     return dtype is None and len({tensor.dtype for tensor in tensors}) == 1
 
 
@@ -206,7 +204,6 @@ def _norms(func: Any, tensors: list[Tensor], ord: Any = 2, dtype: Any = None) ->
 
 
 def _recorded(away: Sequence[Record], order: float) -> list[Tensor | None]:
-    """Collect recorded norms that the current stream may read."""
     for event, record in {record.place.normed: record for record in away}.items():
         record.wait(event)
     return [record.norm(order) for record in away]

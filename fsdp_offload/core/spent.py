@@ -91,7 +91,6 @@ def _find(values: Any) -> SpentGradient | None:
 
 
 def _error(use: str, fqn: str) -> SpentGradientError:
-    """Build the error for a caller that used the gradient of ``fqn`` by ``use``."""
     what = _user() or f"{use} of the gradient of {fqn}"
     return SpentGradientError(
         f'{what} with overlap="backward"',
@@ -135,7 +134,6 @@ def changed_gradient_error(fqn: str) -> SpentGradientError:
 
 
 def _user() -> str | None:
-    """Find a well-known function on the calling stack that uses a gradient."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if found := _USERS.get(frame.f_code.co_name):

@@ -63,7 +63,6 @@ def host_memory(root: Path = _ROOT) -> list[HostMemory]:
 
 
 def _cgroups(root: Path) -> Iterator[Path]:
-    """Yield the folders of this process's cgroup (version 2) and of all above it."""
     match = re.search(r"^0::/(.*)$", _read(root / "proc/self/cgroup"), re.MULTILINE)
     top = root / "sys/fs/cgroup"
     folder = top / match[1] if match else top
@@ -76,13 +75,11 @@ def _cgroups(root: Path) -> Iterator[Path]:
 
 
 def _numbers(path: Path, unit: int) -> dict[str, int]:
-    """Parse a kernel file with a name and a number per line."""
     lines = re.findall(r"^(\w+):?\s+(\d+)", _read(path), re.MULTILINE)
     return {name: unit * int(value) for name, value in lines}
 
 
 def _read(path: Path) -> str:
-    """Read a kernel file; empty if it is missing or forbidden."""
     try:
         return path.read_text()
     except OSError:

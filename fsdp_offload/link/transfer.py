@@ -332,7 +332,6 @@ class Transfer:
         return self.handle
 
     def _now(self) -> Event:
-        """Return an event after all work of the caller's stream so far."""
         return stream_to_wait(self._backend, "an offload or a reload").record()
 
     def _take_segment(self, n_bytes: int) -> None:
@@ -432,7 +431,6 @@ def _segments(blocks: Iterable[OwnedBlock]) -> dict[str, int]:
 
 
 def _restore(block: OwnedBlock, free_more: Callable[[], bool] | None) -> None:
-    """Restore a block, and free more memory as long as it is short."""
     while True:
         try:
             return block.restore()
@@ -444,7 +442,6 @@ def _restore(block: OwnedBlock, free_more: Callable[[], bool] | None) -> None:
 def _restored(
     blocks: Iterable[OwnedBlock], restore: Callable[[OwnedBlock], None]
 ) -> Iterator[list[OwnedBlock]]:
-    """Yield batches with memory, allocated ``AHEAD_BYTES`` ahead."""
     waiting: deque[list[OwnedBlock]] = deque()
     ahead_bytes = 0
     for batch in batches(blocks, BATCH_BYTES):

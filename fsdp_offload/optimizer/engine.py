@@ -190,7 +190,6 @@ class Engine:
         self._pool.give(arena)
 
     def _make_tensors(self, dtype_groups: list[DtypeGroup], arena: HostRange) -> None:
-        """Make the authoritative state tensors: flat, each in its own storage at offset 0."""
         for group in dtype_groups:
             for param in group.params:
                 for kind, numel in param.kinds:

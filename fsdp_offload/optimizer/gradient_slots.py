@@ -112,7 +112,6 @@ class GradientSlots:
 
 
 def _taken(bucket: Bucket, work: Work) -> dict[int, Taken]:
-    """Select the bucket's gradients that are in host memory."""
     indices = (slice_.spec.index for slice_ in bucket.slices)
     return {index: taken for index in indices if (taken := work.taken.get(index)) is not None}
 

@@ -294,7 +294,6 @@ class HostLane:
             visit.gradients.clear()  # nothing here may outlive the step
 
     def _send(self) -> None:
-        """Copy buckets to the host while slots are free."""
         while self._offered and all(
             visit.bucket.slot is not self._offered[0].bucket.slot for visit in self._sent
         ):
@@ -316,7 +315,6 @@ class HostLane:
 
 
 def _set_up(device: torch.device, kernel_threads: int, inherited: int) -> None:
-    """Set up the host thread: its device, cores near it, and its number of kernel threads."""
     if device.type != "cpu":  # a new thread has device 0, where work would cost a context
         torch.get_device_module(device).set_device(device)
     with contextlib.suppress(OSError):  # a sandbox forbids it: slower, not wrong

@@ -136,7 +136,6 @@ class HybridDeviceOptimizer(Optimizer):
         self._connect(models)
 
     def _connect(self, models: Sequence[nn.Module]) -> None:
-        """Install hooks; the optimizer is usable afterwards."""
         updates = self._updates
         self._inner.state = updates.view.shown
         if not updates.steps_itself:
@@ -373,5 +372,4 @@ class HybridDeviceOptimizer(Optimizer):
 
     @property
     def _offloadable(self) -> DeviceState:
-        """For ``PhaseOffloader``: see ``core/offloadable.py``."""
         return self._updates.device_state

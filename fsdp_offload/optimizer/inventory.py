@@ -57,7 +57,6 @@ class Inventory:
         self._name_missing()
 
     def _name_missing(self) -> None:
-        """Name parameters outside the models by ``param_names``, else by position."""
         for index, group in enumerate(self._optimizer.param_groups):
             given = group.get("param_names") or []
             for position, parameter in enumerate(group["params"]):
@@ -77,7 +76,6 @@ class Inventory:
         return [placed for placed in self.parameters() if placed[0].requires_grad]
 
     def _schema(self, values: dict[str, Any], dtype: torch.dtype, *, on_host: bool) -> Schema:
-        """Return the schema for ``dtype`` in a group of these values, cached by its flags."""
         key = (signature(values), dtype, on_host)
         if key not in self._schemas:
             device = self._device
@@ -124,7 +122,6 @@ class Inventory:
         return sorted(added, key=lambda placed: (placed[0] in managed, order[placed[0]]))
 
     def _measured(self, parameter: Tensor, group: int, *, is_shared: bool) -> ParamSpec:
-        """Return the sizes that decide the parameter's lane."""
         fqn = self.names[parameter]
         info = dtensor.shard_info(parameter, fqn)
         compute = self._config.compute_dtype(info.dtype)
@@ -215,7 +212,6 @@ def missing_kinds(param: ParamState, schema: Schema) -> list[str]:
 
 
 def _sharing_memory(parameters: Iterable[Tensor]) -> set[Tensor]:
-    """Find parameters whose shards share memory with another shard."""
     spans = []
     for parameter in parameters:
         shard = dtensor.with_history(parameter)

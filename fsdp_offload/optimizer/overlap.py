@@ -358,7 +358,6 @@ class Overlap:
         self._wait(gate, current, "using a parameter or a gradient after step()")
 
     def _waiting(self, index: int) -> Callable[[], None]:
-        """Return the callback for uses of a shard or a gradient of this gate."""
         return functools.partial(_wait, weakref.ref(self), index)
 
     def after_gather(self, index: int) -> None:

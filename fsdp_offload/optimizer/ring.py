@@ -147,7 +147,6 @@ class Ring:
         self._away_until.update(dict.fromkeys(left, step + AWAY_STEPS))
 
     def _chosen(self, allowed_bytes: int, step: int = 0) -> tuple[int, frozenset[int]]:
-        """Choose the number of slots and the buckets that stay."""
         order = sorted(self.sizes, key=self._ranks.__getitem__)
         return choose(
             self.sizes,
@@ -209,7 +208,6 @@ class Ring:
         return max(self.sizes.values(), default=0)
 
     def _take_memory(self, wanted: frozenset[int], count: int) -> None:
-        """Allocate memory for buckets that stay and for ``count`` slots; free the rest."""
         kept = [slot for slot in self.slots[:count] if slot.numel() >= self._slot_bytes]
         own = {i: self._backend.allocate(self.sizes[i]) for i in wanted - self.staying.keys()}
         more = [self._backend.allocate(self._slot_bytes) for _ in range(count - len(kept))]
@@ -278,7 +276,6 @@ class Ring:
             self._fetched = position + 1
 
     def _fetch(self, position: int) -> None:
-        """Enqueue the fetch of a position of this iteration, unless its state is on the device."""
         index, slot = self.order[position], self._use.slots[position]
         blocks = self.buckets[index].blocks
         if slot is not None:
@@ -316,7 +313,6 @@ class Ring:
         self._head += 1
 
     def _ready(self, block: Block) -> Event | None:
-        """Return the event after which an update may use the block's device memory."""
         if block.residence is Residence.HOST:  # a weight that other code wrote after its fetch
             self.link.fetch(block, after=(block.arrived,))
             self._fetched_bytes += block.n_bytes

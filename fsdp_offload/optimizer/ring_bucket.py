@@ -65,7 +65,6 @@ class RingBucket:
         self.blocks = [self.block, self.weights] if self.weights.host else [self.block]
 
     def _place_weights(self, params: list[ParamState]) -> None:
-        """Place weights that move with the state after it in the slot."""
         hosts, at = list[Tensor](), align(self.bucket.slot_bytes, SLOT_ALIGN_BYTES)
         self._shards_at: list[tuple[int, int, torch.dtype] | None] = []  # bytes of the slot
         for slice_ in self.bucket.slices:

@@ -92,7 +92,6 @@ class FixedMemory:
                 self._note(storage, addresses)
 
     def _move_through_pool(self, found: list[OwnedBlock]) -> None:
-        """Move storages with torch before 2.13; see core/storage.py."""
         pool = storages.AddressPool(self._device, lambda n: self.grow(n).address)
         large = (block for block in found if not storages.is_small(block.n_bytes))
         small = (block for block in found if storages.is_small(block.n_bytes))

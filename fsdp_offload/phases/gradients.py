@@ -45,7 +45,6 @@ class Gradients:
         return [self._optimizer.register_step_post_hook(self._note_step)]
 
     def _note_step(self, *_: object) -> None:
-        """Remember the gradients that a step has just consumed."""
         found = map(dtensor.raw_gradient, parameters_of(self._optimizer))
         self._consumed = {
             id(gradient): (weakref.ref(gradient), _version(gradient))

@@ -154,7 +154,6 @@ class PhaseOffloader:
             self._unhook = weakref.finalize(self, remove_all, hooks)
 
     def _reserve(self) -> None:
-        """Move storages to fixed addresses, and reserve host memory for everything that moves."""
         try:
             with self._turn("PhaseOffloader()"):
                 self._prepare()
@@ -318,7 +317,6 @@ class PhaseOffloader:
     # ------------------------------------------------------------------ what moves
 
     def _prepare(self) -> None:
-        """Finish running work, and make FSDP2 free gathered parameters."""
         if self._optimizer is not None:
             self._optimizer.prepare_offload()
         for group in self._groups:
@@ -374,7 +372,6 @@ class PhaseOffloader:
     def _storages(
         self, kind: str, parameters: Mapping[str, Tensor], known: set[int]
     ) -> Iterator[tuple[str, torch.UntypedStorage]]:
-        """Yield storages of a kind on the device that are not in ``known``, and add them to it."""
         device = self._backend.device
         for name, tensor in self._tensors(kind, parameters):
             for below, plain in dtensor.plain_tensors(tensor):

@@ -211,7 +211,6 @@ def bounds_ms(travels_bytes: float, compute_ms: float, link_gbps: float) -> tupl
 def _bare_peak(
     model: Model, work: Workload, weights: float, gradients: float, unsharded: float
 ) -> float:
-    """Return the peak without optimizer state; see the module's docstring."""
     block = 2 * model.saved_widths * model.width * work.tokens
     kept = 2 * model.width * work.tokens if work.checkpointed else block
     logits = 3 * 2 * model.vocabulary * work.tokens  # logits, log-probabilities and their gradient
@@ -222,7 +221,6 @@ def _bare_peak(
 
 
 def _divide(state: float, allowed: float) -> tuple[float, float]:
-    """Split bytes into state that stays and slots, like :func:`.residency.choose`."""
     if state <= allowed:
         return state, 0.0
     slots = float(SMALL_BUCKET_BYTES * most_slots(int(allowed), SMALL_BUCKET_BYTES))

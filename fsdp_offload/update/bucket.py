@@ -295,7 +295,6 @@ class BucketUpdate:
         ]
 
     def _cut(self, flat: Tensor) -> list[Tensor]:
-        """Cut scratch memory into one part per slice."""
         return [flat[s.scratch_start : s.scratch_start + s.numel] for s in self.bucket.slices]
 
     def run(self, gradients: list[Tensor | None], snapshot: Snapshot) -> None:
@@ -316,7 +315,6 @@ class BucketUpdate:
                     each.unpack()
 
     def _pack_moments(self, gradients: list[Tensor | None]) -> None:
-        """Pack the moments of parameters that had a gradient."""
         for sliced, gradient, packed in zip(self.slices, gradients, self._packed, strict=True):
             if gradient is None or not packed:
                 continue
@@ -334,7 +332,6 @@ class BucketUpdate:
             codec.decode(value, remainder, master)
 
     def _prepare(self, gradients: list[Tensor | None], is_complete: bool) -> list[Tensor | None]:
-        """Convert gradients to the compute dtype and to the shape that the class sees."""
         given = gradients
         if self._gradients is not None:
             copy_present(self._gradients, gradients, gradients)
@@ -347,7 +344,6 @@ class BucketUpdate:
         return gradients
 
     def _pack(self, gradients: list[Tensor | None], is_complete: bool) -> None:
-        """Write back the shards of parameters that had a gradient."""
         if self._form is MasterForm.WHOLE:
             copy_present(self._shards, self._masters, gradients)
         if self._form is not MasterForm.REMAINDER:

@@ -158,14 +158,12 @@ def pack_plain(
 
 
 def _floor_root(squares: Tensor) -> Tensor:
-    """Return the integer square root, rounded down; int32."""
     root = squares.sqrt().to(torch.int32)  # possibly off by one
     root -= ((root * root).to(torch.float32) > squares).to(torch.int32)
     return root + (((root + 1) * (root + 1)).to(torch.float32) <= squares).to(torch.int32)
 
 
 def _to_bf16(values: Tensor, random: Tensor | None) -> Tensor:
-    """Round to bf16; returns bits as int16. Without ``random``: to nearest, ties to even."""
     word = values.view(torch.int32)
     high = word >> 16
     added = random if random is not None else 0x7FFF + (high & 1)
@@ -186,7 +184,6 @@ def _scales(values: Tensor) -> Tensor:
 
 
 def _to_codes(values: Tensor, scales: Tensor, random: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Encode ``values`` with ``scales`` (per element)."""
     steps = STEPS[dtype]
     magnitudes = values.abs()
     inverse = torch.ones_like(scales) / torch.where(scales > 0, scales, 1.0)

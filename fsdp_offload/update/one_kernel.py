@@ -148,7 +148,6 @@ class AdamLaunch:
 
 
 def _vectors(each: Operands) -> list[Tensor]:
-    """List the tensors of a table row; the weight stands in for a missing one."""
     found = (each.weight, each.remainder, *each.average, *each.square)
     return [each.weight if tensor is None else tensor for tensor in found]
 

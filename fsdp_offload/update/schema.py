@@ -251,7 +251,6 @@ _DECLARED: Final[dict[str, tuple[_Entry, ...]]] = {
 def _declared_kinds(
     entries: Sequence[_Entry], group: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> tuple[StateKind, ...]:
-    """Build the kinds of a parameter of ``dtype`` on ``device`` under a group's options."""
     # Source: torch.optim.optimizer._get_scalar_dtype.
     wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
     scalar_dtype = torch.float64 if wide else torch.float32

@@ -90,7 +90,6 @@ class Shadow:
                 collect_changes(self._shadow, values, snapshot)
 
     def _values(self, snapshot: Snapshot) -> dict[int, dict[str, Any]]:
-        """Return the hyper-parameters of each group for this step."""
         if not self._on_host:
             return {index: snapshot.groups[index] for index in self._group_indices}
         return {
@@ -99,7 +98,6 @@ class Shadow:
         }
 
     def _call(self, present: list[tuple[SliceState, Tensor]]) -> None:
-        """Step slices that have all stepped before, or have all not."""
         is_first = not present[0][0].stepped
         self._give_state(present, is_first=is_first)
         for sliced, gradient in present:
@@ -135,7 +133,6 @@ class Shadow:
             apply_own(self._shadow, values, snapshot)
 
     def _adopt(self, sliced: SliceState) -> None:
-        """Copy state that the class created or replaced into the slice's tensors."""
         got = self._shadow.state[sliced.tensor]
         if self._trusted and not got:
             return  # SGD without momentum now: the class makes the buffer when it needs it

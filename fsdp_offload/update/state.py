@@ -59,7 +59,6 @@ def copied(param: ParamState) -> dict[str, Any]:
 
 
 def _coded(param: ParamState) -> dict[str, Moment]:
-    """Return by name the moments whose codes need scales."""
     return {moment.name: moment for moment in param.moments if moment.has_scales}
 
 
@@ -143,7 +142,6 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_tensor(param: ParamState, name: str, value: Any) -> None:
-    """Refuse a value with another shape or placement than the parameter, or without data."""
     shape = param.info.local_shape
     if not isinstance(value, Tensor):
         raise StateDictError(
@@ -196,7 +194,6 @@ def _address(tensor: Tensor) -> int:
 
 
 def _is_same(target: Tensor, source: Tensor) -> bool:
-    """Whether both are the same memory with the same dtype, so that a copy changes nothing."""
     where = (target.data_ptr(), target.dtype, target.device)
     return source.is_contiguous() and where == (source.data_ptr(), source.dtype, source.device)
 
@@ -222,7 +219,6 @@ def write(param: ParamState, values: Mapping[str, Any]) -> None:
 
 
 def _put(param: ParamState, values: Mapping[str, Any]) -> None:
-    """Copy the entries of ``values``; codes round to nearest."""
     coded = _coded(param)
     for kind in param.schema.kinds:
         if (value := values.get(kind.name)) is None:
@@ -244,7 +240,6 @@ def _put(param: ParamState, values: Mapping[str, Any]) -> None:
 
 
 def _encode(param: ParamState, moment: Moment, values: Tensor) -> None:
-    """Write a moment that is stored as codes and scales; ``values``: 1-D."""
     if values.is_meta:  # never shown, so the caller never wrote it
         return
     codes = param.tensors[moment.name]
@@ -349,7 +344,6 @@ def write_master(param: ParamState, values: Mapping[str, Any]) -> None:
 
 
 def _shard_of(param: ParamState) -> Tensor:
-    """Return the weight's shard, 1-D; an offloaded one in host memory."""
     return present(dtensor.local(param.parameter)).reshape(-1)
 
 

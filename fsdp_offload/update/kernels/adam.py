@@ -39,7 +39,6 @@ _FOURTH: Final = tl.constexpr(0x735A2D97)
 
 @triton.jit
 def _hashed(at, key):  # type: ignore[no-untyped-def]
-    """Hash global indices (int64) to 32 random bits each (int32)."""
     mixed = at.to(tl.int32) ^ key
     mixed += (at >> 32).to(tl.int32) * _GOLDEN
     mixed ^= (mixed >> 16) & 0xFFFF
@@ -52,7 +51,6 @@ def _hashed(at, key):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _half(hashed, HIGH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Select 16 of the 32 bits."""
     if HIGH:
         hashed = hashed >> 16
     return hashed & 0xFFFF
@@ -60,7 +58,6 @@ def _half(hashed, HIGH: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _store_bf16(values, random, codes, at, inside, STOCHASTIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store the bits of the values, rounded to bf16, into ``codes``."""
     word = values.to(tl.int32, bitcast=True)
     high = word >> 16
     if STOCHASTIC:
