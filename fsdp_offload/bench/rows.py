@@ -76,7 +76,7 @@ class Case(NamedTuple):
         """Parse a name; refuses words unknown to this kind of row."""
         kind, *words = name.split("-")
         if kind not in (*OURS, *_WORDS_OF_PEERS):
-            raise _refused(name, f"{kind!r} is no kind of row")
+            raise _refused(name, f"{kind!r} is not a kind of row")
         if kind in _WORDS_OF_PEERS and not _WORDS_OF_PEERS[kind].issuperset(words):
             raise _refused(name, f"{kind!r} rows have no such options")
         options = dict(_read(name, word) for word in words)

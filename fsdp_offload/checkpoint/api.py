@@ -41,7 +41,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..core.arguments import listed
 from ..core.errors import CheckpointError, OffloadError
-from ..core.interrupts import Note, held_back, let_through
+from ..core.interrupts import Note, defer_sigint, let_through
 from ..core.progress import report
 from ..core.storage import span
 from ..optimizer.hybrid import HybridDeviceOptimizer
@@ -114,7 +114,7 @@ def save(
     writer = Writer(
         path, overwrite=overwrite, keep_last=keep_last, threads=threads, optimizer_class=kind
     )
-    with held_back() as interrupt:
+    with defer_sigint() as interrupt:
         group = coordination_group("save", interrupt)
         run_save(writer, FlatSavePlanner(state), group, held(optimizer))
 
@@ -152,7 +152,7 @@ def async_save(
         path, overwrite=overwrite, keep_last=keep_last, threads=threads, optimizer_class=kind
     )
     staged: Future[dict[str, Any]] = Future()
-    with held_back() as interrupt:
+    with defer_sigint() as interrupt:
         group = coordination_group("async_save", interrupt)
         try:
             with typed():
@@ -230,7 +230,7 @@ def load(
         model_prefix=model_prefix,
         optimizer_prefix=optimizer_prefix,
     )
-    with span("load"), held_back() as interrupt:
+    with span("load"), defer_sigint() as interrupt:
         group = coordination_group("load", interrupt)
         with raised_on_all(group), reader.until_all_have:
             reader.until_all_have.enter_context(held(optimizer, saves=False))
@@ -290,7 +290,7 @@ class JobReader(Reader):
         self._optimizer = optimizer
         self.until_all_have = contextlib.ExitStack()
         """Entered when everything fits; the caller leaves it after all ranks are done, under
-        ``held_back()``."""
+        ``defer_sigint()``."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         """Read in place, then adopt the values."""
@@ -316,7 +316,7 @@ def coordination_group(call: str, interrupt: Note) -> dist.ProcessGroup | None:
 
     Args:
         call: the caller's function, for the log.
-        interrupt: the note of the :func:`held_back` around this and the collectives.
+        interrupt: the note of the :func:`defer_sigint` around this and the collectives.
     """
     for thread in threading.enumerate():
         is_me = thread is threading.current_thread()  # if a future's callback saves

@@ -29,7 +29,7 @@ from ..core import dtensor
 from ..core.arguments import check_optimizer
 from ..core.config import parse_bytes
 from ..core.errors import CheckpointError, ConfigError, UnsupportedParameterError
-from ..core.interrupts import held_back, let_through
+from ..core.interrupts import defer_sigint, let_through
 from ..core.progress import progress
 from ..update import codec
 from . import folder
@@ -98,7 +98,7 @@ def export_safetensors(
             return _of_model(source, optimizer, wanted)
         return _of_checkpoint(Reader(source), model_prefix, optimizer_prefix, wanted)
 
-    with held_back() as interrupt:
+    with defer_sigint() as interrupt:
         of_model = isinstance(source, nn.Module)
         group = coordination_group("export_safetensors", interrupt) if of_model else None
         run_save(writer, _ExportPlanner(find, max_shard_bytes), group)
@@ -167,7 +167,7 @@ class _ExportWriter(Writer):
 
     files: Sequence[File] = ()
 
-    @held_back()
+    @defer_sigint()
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make files of full size, with their headers."""
         plans = super().prepare_global_plan(plans)
@@ -200,7 +200,7 @@ class _ExportWriter(Writer):
                     os.fsync(opened.fileno())
         return done([])
 
-    @held_back()
+    @defer_sigint()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Give the folder its name."""
         assert self._aside is not None, "prepare_global_plan() first"

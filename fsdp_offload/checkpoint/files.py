@@ -45,7 +45,7 @@ from ..core.errors import (
     OffloadError,
     UnsupportedParameterError,
 )
-from ..core.interrupts import held_back, let_through
+from ..core.interrupts import defer_sigint, let_through
 from ..core.progress import progress
 from ..link import cores_per_rank
 from ..link.link import buffers
@@ -138,7 +138,7 @@ def write_whole(path: Path, data: bytes) -> None:
         write_bytes(descriptor, 0, data, path)
 
 
-@held_back()
+@defer_sigint()
 def fsync_folder(folder: Path) -> None:
     """Make the names in ``folder`` permanent."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -334,7 +334,7 @@ def run_all(
     results: dict[int, _Result] = {}
     count = max(1, min(threads or min(MAX_THREADS, cores_per_rank()), len(listed)))
     pool, futures = ThreadPoolExecutor(count), list[ConcurrentFuture[None]]()
-    with progress(len(listed) if text else 0, text, unit=" blocks") as bar, held_back():
+    with progress(len(listed) if text else 0, text, unit=" blocks") as bar, defer_sigint():
 
         def work() -> None:  # a future per job would cost as much as copying a block
             try:

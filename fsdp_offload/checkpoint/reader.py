@@ -242,7 +242,7 @@ class Reader(FileSystemReader):
 
 
 class _Apart(DefaultLoadPlanner):
-    """Reads items into tensors of their own."""
+    """Reads items into separate tensors."""
 
     def __init__(self, values: Mapping[ReadItem, Tensor]) -> None:
         super().__init__()

@@ -274,7 +274,7 @@ def collect(
     ``model.{fqn}``, state as ``optim.{key}``, and ``extra`` as bytes.
 
     The first rank of a parameter's mesh alone gives options and step counts, which all ranks have:
-    they travel to the coordinator.
+    they all go to the coordinator.
     """
     state: dict[str, Any] = {f"model.{fqn}": value for fqn, value in weights_of(models).items()}
     if optimizer is not None:
@@ -300,8 +300,8 @@ def checked_optimizer(optimizer: Any) -> Optimizer | None:
     """Return the optimizer, or its wrapper, if it can be saved and loaded; no collective.
 
     Raises:
-        ConfigError: it is several optimizers, or something else.
-        ClosedError: this process is a fork of the one that built it: no rank answers a child.
+        ConfigError: not one optimizer.
+        ClosedError: this process is a fork of the one that built it, and no rank answers a child.
     """
     check_optimizer(optimizer, several=SEVERAL)
     found = wrapper_of(optimizer)
@@ -313,7 +313,7 @@ def checked_optimizer(optimizer: Any) -> Optimizer | None:
 def held(
     optimizer: Optimizer | None, *, saves: bool = True
 ) -> contextlib.AbstractContextManager[None]:
-    """Let other threads wait inside before they step: a save, or else a load, is under way.
+    """Make other threads wait before they step, inside a save, or else a load.
 
     Raises:
         BusyError: a signal handler called it in the middle of a step.
@@ -325,7 +325,7 @@ def held(
 
 
 def encode(value: Any, what: str) -> bytes:
-    """Encode ``value`` as ``torch.save`` does.
+    """Encode ``value`` like ``torch.save``.
 
     Raises:
         ConfigError: ``torch.load(weights_only=True)``, which loads use, refuses it.

@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from ..core.config import align
 from ..core.errors import CheckpointError, ConfigError
-from ..core.interrupts import held_back, let_through
+from ..core.interrupts import defer_sigint, let_through
 from ..core.progress import report
 from ..core.storage import as_bytes
 from ..link.link import on_host
@@ -117,7 +117,7 @@ class Writer(StorageWriter):
         """Return the plan unchanged."""
         return plan
 
-    @held_back()
+    @defer_sigint()
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make an empty folder, and tell each rank the name of its file.
 
@@ -163,7 +163,7 @@ class Writer(StorageWriter):
             ]
         )
 
-    @held_back()
+    @defer_sigint()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write ``.metadata`` and the manifest, and publish the checkpoint.
 
@@ -196,7 +196,7 @@ class Writer(StorageWriter):
         self._aside = None
         report(f"{verb} {self.path}", n_bytes, time.perf_counter() - self._start)
 
-    @held_back()
+    @defer_sigint()
     def discard(self) -> None:
         """Remove the folder of a failed save."""
         self._ended.set()

@@ -13,8 +13,8 @@ allocates by ``_all_gather_comm`` or ``_reduce_scatter_comm`` of the group (torc
 _fully_shard/_fsdp_collectives.py, 2.11, 2.13, 2.15). So that buffer gets a class that implements
 them differently. A ``TorchFunctionMode`` would see every call of FSDP2: 12,000 in an iteration of
 60 layers. ``chunk_cat_mixed_dtype``, which torch 2.15 calls instead of ``chunk_cat``, stays with
-torch: nobody has measured it. While no state travels, no bulk copies are in the way, and torch's
-own operations take less host time.
+torch, unmeasured. While no state travels, no bulk copies are in the way, and torch's own operations
+take less host time.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def split_with_sizes_copy(
 
 
 def _as_words(*matrices: Tensor) -> Sequence[Tensor]:
-    """View the matrices as int64 for copy kernels; unchanged if a row is no multiple of 8 bytes.
+    """View the matrices as int64 for copy kernels; unchanged if a row is not a multiple of 8 bytes.
 
     All are contiguous and of one dtype.
     """

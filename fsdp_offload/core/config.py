@@ -58,7 +58,7 @@ def parse_bytes(value: object, name: str = "size", *, least_int: int = MIB) -> i
     """Parse a byte size: 0, an int, or a number and a unit ("8GiB", "5 MB").
 
     Args:
-        value: what the caller gave.
+        value: the caller's value.
         name: name of the option.
         least_int: bytes; a smaller int was probably meant in another unit.
 
@@ -184,7 +184,7 @@ class OffloadConfig:
     master_weights: bool = True
     """Whether parameters with bf16 or fp16 shards get an fp32 master."""
     offload: str = "state"
-    """What may leave the device: optimizer state, or weights as well."""
+    """Memory that may leave the device: ``"state"``, or ``"all"``: also weights and gradients."""
     transfer: TransferConfig = field(default_factory=TransferConfig)
 
     @classmethod

@@ -170,9 +170,8 @@ def _warn_if_newer(version: str) -> None:
     newest = TORCH_RUN[-1]
     if _minor(version) > _minor(newest):
         warn(
-            "torch %s is newer than the tested versions (%s): fsdp_offload finds "
-            "the private names of FSDP2 that it needs, but nobody compared "
-            "results",
+            "torch %s is newer than the tested versions (%s): it has the private "
+            "names of FSDP2 that fsdp_offload uses, but its results are untested",
             version,
             ", ".join(TORCH_RUN),
         )

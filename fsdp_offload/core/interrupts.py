@@ -37,7 +37,7 @@ class Note:
 
 
 @contextlib.contextmanager
-def held_back() -> Iterator[Note]:
+def defer_sigint() -> Iterator[Note]:
     """Defer SIGINT until the end of the context, where its handler runs once.
 
     Python's own handler raises KeyboardInterrupt there, with an exception in flight as its
@@ -61,9 +61,9 @@ def held_back() -> Iterator[Note]:
 
 @contextlib.contextmanager
 def let_through() -> Iterator[None]:
-    """Let Ctrl-C end a part of what :func:`held_back` protects; a waiting one is raised here.
+    """Let Ctrl-C end a part of what :func:`defer_sigint` protects; a waiting one is raised here.
 
-    Does nothing outside :func:`held_back`, and in threads other than the main one.
+    Does nothing outside :func:`defer_sigint`, and in threads other than the main one.
     """
     is_main = threading.current_thread() is threading.main_thread()
     note = _signal.getsignal(_SIGINT) if is_main else None

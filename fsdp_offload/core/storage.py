@@ -180,7 +180,7 @@ class AddressPool:
 
     def __init__(self, device: torch.device, memory: Callable[[int], int]) -> None:
         self._device, self._memory = device, memory
-        self._ready: dict[int, int] = {}  # address by size: what the next segment gets
+        self._ready: dict[int, int] = {}  # address by size, for the next segment
         allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(self._ready.get)
         release = ctypes.CDLL(None).getpid  # any function without effect
         self._allocator = torch._C._cuda_customAllocator(_pointer(allocate), _pointer(release))
@@ -197,7 +197,7 @@ class AddressPool:
                 :func:`cuts_segments`.
 
         Raises:
-            torch.OutOfMemoryError: ``memory`` has none.
+            torch.OutOfMemoryError: ``memory`` has too little.
             DeviceError: torch's allocator asked for unexpected segment sizes; each storage is
                 unchanged or has moved.
         """
@@ -281,7 +281,7 @@ def _allocator_settings() -> str:
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
     found = [os.environ.get(name, "") for name in names]
     read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    if read is not None:  # what was set later
+    if read is not None:  # settings changed after import
         found.append(str(read()))
     return ",".join(found)
 

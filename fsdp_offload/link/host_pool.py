@@ -19,13 +19,13 @@ from collections import Counter
 from ..core.backend import Backend
 from ..core.config import TransferConfig, sized
 from ..core.errors import ConfigError, HostMemoryError
-from ..core.interrupts import held_back
+from ..core.interrupts import defer_sigint
 from .budget import check_host_memory, local_ranks
 from .host_memory import HostRange
 
 # The ledger, by id, because a finalizer may close a pool at any line, even inside an iteration.
 _open: weakref.WeakValueDictionary[int, HostPool] = weakref.WeakValueDictionary()
-# Guards the ledger; reentrant, because finalizers close pools. Always taken inside held_back():
+# Guards the ledger; reentrant, because finalizers close pools. Always taken inside defer_sigint():
 # Ctrl-C at the end of a with statement would leave it locked.
 _lock = threading.RLock()
 
@@ -48,7 +48,7 @@ def _pools() -> list[HostPool]:
 def held_bytes() -> dict[str, int]:
     """Return this process's host memory by holder, the largest first."""
     found = Counter[str]()
-    with held_back(), _lock:
+    with defer_sigint(), _lock:
         for pool in _pools():
             found[pool.holder] += pool.n_bytes
     return dict((+found).most_common())
@@ -121,7 +121,7 @@ class HostPool:
         """Free everything and drop the bound. Idempotent; the pool may be used again."""
         for taken in list(self._ranges):
             self.give(taken)
-        with held_back(), _lock:
+        with defer_sigint(), _lock:
             _open.pop(id(self), None)
 
     def _insist(self, n_bytes: int) -> None:
@@ -132,7 +132,7 @@ class HostPool:
         return self._reserve(n_bytes)
 
     def _reserve(self, n_bytes: int) -> None:
-        with held_back(), _lock:
+        with defer_sigint(), _lock:
             known = next((pool for pool in _pools() if pool._bound_bytes is not None), self)
             if self._bound_bytes not in (None, known._bound_bytes):
                 raise ConfigError(

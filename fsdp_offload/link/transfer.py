@@ -30,7 +30,7 @@ from ..core.backend import Backend, Event, TimedEvent, stream_to_wait
 from ..core.config import TransferConfig, align
 from ..core.devices import free_bytes, release_cached
 from ..core.errors import DeviceMemoryError
-from ..core.interrupts import held_back
+from ..core.interrupts import defer_sigint
 from .block import OwnedBlock, StorageBlock
 from .host_memory import HostRange
 from .host_pool import HostPool
@@ -96,7 +96,7 @@ class Handle:
         if not self._lock.acquire(blocking=False):
             return False  # another thread is waiting
         try:
-            with held_back():
+            with defer_sigint():
                 while self._releases and self._releases[0][0].query():
                     self._release()
                 return not self._releases and all(
@@ -107,7 +107,7 @@ class Handle:
 
     def wait(self) -> None:
         """Block until everything was copied, and freed memory is back at the driver. Idempotent."""
-        with self._lock, held_back():
+        with self._lock, defer_sigint():
             if self._is_over:
                 return
             while self.release_next():
@@ -179,7 +179,7 @@ class Transfer:
         self._dropped: Sequence[OwnedBlock] = ()
         # Offloaded storages by identity: host buffer, first byte in it, bytes.
         self._places: dict[int, tuple[str, int, int]] = {}
-        # Copies that nobody has waited for still use host buffers.
+        # Copies without a wait so far may still use host buffers.
         weakref.finalize(self, _synchronize, self.link, os.getpid()).atexit = False
 
     @property

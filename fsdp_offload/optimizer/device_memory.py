@@ -60,8 +60,8 @@ class DeviceMemory:
         now = ring.staying.keys()
         if now != before:
             self.last_change = (
-                f"after step {step}, {allowed // MIB} MiB ({why}): {len(now)} of "
-                f"{len(ring.sizes)} buckets stay, {len(before - now)} left"
+                f"after step {step} to {allowed // MIB} MiB ({why}): {len(now)} of "
+                f"{len(ring.sizes)} buckets stay, {len(before - now)} evicted"
             )
             travels = len(now) < len(ring.sizes)
             if travels and unused_bytes >= GIB and not has_expandable_segments():
@@ -70,5 +70,5 @@ class DeviceMemory:
                     "using them, and PYTORCH_ALLOC_CONF=expandable_segments:True would "
                     "reserve less"
                 )
-            _log.info("device memory: %s", self.last_change)
+            _log.info("device memory changed %s", self.last_change)
         return len(ring.slots) != slots or now != before

@@ -1,4 +1,4 @@
-"""The host lane: the block update of :mod:`..update.bucket`, on CPU cores.
+"""The host lane: run the block update of :mod:`..update.bucket` on CPU cores.
 
 State stays in the arena. A bucket's weights and gradients move to a slot of page-locked memory, and
 its new weights move back, in the order in which buckets are offered::

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any, Final
 
 from ..core.errors import BusyError, LaneError, OffloadError, check_open
-from ..core.interrupts import held_back
+from ..core.interrupts import defer_sigint
 
 SAVE: Final = "checkpoint.save()"
 """Turn of a save, which reads state and weights inside."""
@@ -97,9 +97,9 @@ class Lifecycle:
         if not self.is_ours:  # a fork's lock may stay taken
             yield
             return
-        with self._lock:  # outside held_back(), so that Ctrl-C ends this wait
+        with self._lock:  # outside defer_sigint(), so that Ctrl-C ends this wait
             pass
-        with held_back(), self._lock:
+        with defer_sigint(), self._lock:
             if self._running != within:
                 self._check_free(what)
             before, self._running = self._running, what

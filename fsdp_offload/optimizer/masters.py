@@ -50,7 +50,7 @@ class Masters:
         """Set whole masters from weights that were written since, where the two differ."""
         whole = [p for p in self._reserved.params if p.form is MasterForm.WHOLE]
         if not whole or any(storages.is_empty(dtensor.local(p.parameter)) for p in whole):
-            return  # nobody can have written to freed memory
+            return  # freed memory cannot have been written
         with torch.no_grad():
             # Checksums on the device, because a loop that reads one parameter's state after the
             # other would otherwise compare all masters each time.

@@ -81,13 +81,13 @@ class Gate:
     gated: dtensor.Gated = field(default_factory=list)
     gradients: dtensor.GatedGradients = field(default_factory=dtensor.GatedGradients)
 
-    def let_use(self) -> None:
+    def open(self) -> None:
         """Stop gating shards and gradients."""
         dtensor.open_gate(self.gated)
         self.gradients.open()
 
     def __del__(self) -> None:
-        self.let_use()  # the dead optimizer has waited for its updates
+        self.open()  # the dead optimizer has waited for its updates
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class Overlap:
         finally:
             self._accumulating -= 1
 
-    def spend(self, params: Sequence[ParamState]) -> None:
+    def consume(self, params: Sequence[ParamState]) -> None:
         """Replace the gradients of ``params`` by stand-ins: the optimizer owns them now."""
         for param in params:
             if param.parameter.grad is not None:
@@ -241,7 +241,7 @@ class Overlap:
             gradients = (work.taken.get(r.index, work.gradients[r.index]) for r in gate.params)
             gate.held = [work.snapshot, *(g for g in gradients if g is not None)]
             if self._in_backward:
-                self.spend(gate.params)
+                self.consume(gate.params)
         self.work, self._passed = None, 0
         self._steps += 1
         self._reorder_when_measured()
@@ -260,12 +260,12 @@ class Overlap:
     def let_read(self) -> None:
         """Stop gating shards, even after failed updates."""
         for gate in self.gates:
-            gate.let_use()
+            gate.open()
 
     @staticmethod
     def _open(gate: Gate) -> None:
         gate.events, gate.held, gate.is_taken = [], [], False
-        gate.let_use()
+        gate.open()
 
     # ------------------------------------------------------------------ the lanes' order
 
@@ -413,7 +413,7 @@ class Overlap:
                 if gradient is not None:
                     self.work.put(param.index, gradient)
                     self.work.ready[param.index] = reduced
-            self.spend(gate.params)
+            self.consume(gate.params)
             gate.is_taken = True
             dtensor.close_gate(gate.gated, self._waiting(index))
             self._engine.offer(self.work)

@@ -64,8 +64,8 @@ class StateView:
     def adopt_writes(
         self, params: Sequence[ParamState], *, is_away: bool, again: bool = False
     ) -> None:
-        """Follow what the caller did to the state that was shown: written, or dropped; ``again``:
-        it may still be done."""
+        """Adopt state that the caller has written or dropped; ``again``: the caller may still do
+        so."""
         if not self.may_be_written:
             return
         with torch.no_grad():

@@ -26,7 +26,7 @@ from ..core.errors import (
     copy_error,
 )
 from ..core.fsdp import find_groups
-from ..core.interrupts import held_back
+from ..core.interrupts import defer_sigint
 from ..core.offloadable import offloadable_of
 from ..link import address_range, held_bytes
 from ..link.block import OwnedBlock, StorageBlock, collect, in_order
@@ -146,7 +146,7 @@ class PhaseOffloader:
         self._guard = ModelGuard(models, self, allows_forward=params == "keep" and grads != "save")
         self._is_away = self._is_closed = self._moves_optimizer = False
         self._pid, self._cycles = os.getpid(), 0
-        with held_back():
+        with defer_sigint():
             self._reserve()
             hooks = self._gradients.hooks()
             if isinstance(self._optimizer, PlainOptimizer):
@@ -174,7 +174,7 @@ class PhaseOffloader:
         :meth:`reload`."""
         return self._is_away
 
-    @held_back()
+    @defer_sigint()
     def offload(self, *, wait: bool = True) -> Handle:
         """Copy everything to host memory and free its device memory. Does nothing while offloaded.
 
@@ -217,7 +217,7 @@ class PhaseOffloader:
         optimizer = self._optimizer
         return contextlib.nullcontext() if optimizer is None else optimizer.turn(what)
 
-    @held_back()
+    @defer_sigint()
     def reload(self, *, wait: bool = True) -> Handle:
         """Copy everything back to the device, parameters first. Does nothing while present.
 
@@ -265,7 +265,7 @@ class PhaseOffloader:
             if self._is_away and not was_away:
                 self.reload()
 
-    @held_back()
+    @defer_sigint()
     def close(self) -> None:
         """Copy everything back and free all host memory. Idempotent.
 
@@ -418,7 +418,7 @@ def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tupl
         ClosedError: one of them is closed; nothing moved.
     """
     in_._check()
-    with held_back():
+    with defer_sigint():
         one = out.offload(wait=False)
         try:
             with in_._turn("reload()"):

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..core.config import TransferConfig, parse_bytes
 from ..core.devices import backend_for, default_device
 from ..core.errors import AwayError, ConfigError, DeviceMemoryError, check_open, copy_error
-from ..core.interrupts import held_back
+from ..core.interrupts import defer_sigint
 from ..core.storage import tie
 from ..link import held_bytes
 from ..link.address_range import CHUNK_BYTES
@@ -103,7 +103,7 @@ class FixedAddressRegion:
         """Bytes of the whole region, mapped or not."""
         return self._memory.n_bytes
 
-    @held_back()
+    @defer_sigint()
     def empty(self, shape: int | Sequence[int], *, dtype: torch.dtype | None = None) -> Tensor:
         """Allocate a contiguous tensor in the region, uninitialised.
 
@@ -147,7 +147,7 @@ class FixedAddressRegion:
             tensor = torch.empty(0, dtype=dtype, device=self.device)
             return tensor.set_(storage, 0, sizes, torch.empty(sizes, device="meta").stride())
 
-    @held_back()
+    @defer_sigint()
     def reserve(self) -> None:
         """Allocate and pin host memory now instead of in the first ``pause(save=True)``.
 
@@ -158,7 +158,7 @@ class FixedAddressRegion:
         self._check_open("reserve()")
         self._transfer.reserve(self._memory.blocks())
 
-    @held_back()
+    @defer_sigint()
     def pause(self, save: bool = True, wait: bool = True) -> Handle:
         """Free the device memory. Does nothing if it is already paused.
 
@@ -182,7 +182,7 @@ class FixedAddressRegion:
             self._is_paused = True
         return self._transfer.last(wait=wait)
 
-    @held_back()
+    @defer_sigint()
     def resume(self, wait: bool = True) -> Handle:
         """Map the device memory again, and restore saved contents. Does nothing if it is not
         paused.
@@ -215,7 +215,7 @@ class FixedAddressRegion:
             reloaded=self._transfer.last_back.figures().get("region", Figures()),
         )
 
-    @held_back()
+    @defer_sigint()
     def close(self) -> None:
         """Free all memory: the host's now, the device's with the last tensor.
 

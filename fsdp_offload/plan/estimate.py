@@ -131,7 +131,7 @@ def estimate(
 
     Args:
         model: the model's size.
-        work: what each GPU trains with.
+        work: the work of each GPU.
         memory_bytes: memory of the GPU.
         device_memory_bytes: limit for state; ``None``: what remains, as with
             ``device_memory="auto"``.

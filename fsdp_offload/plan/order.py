@@ -69,7 +69,7 @@ def ring_size(buckets: int, most: int) -> int:
 class SlotUse:
     """Slot of the bucket at each position of an order, and how far ahead slots are filled."""
 
-    slots: tuple[int | None, ...]  # per position; None: the bucket stays in memory of its own
+    slots: tuple[int | None, ...]  # per position; None: the bucket stays in its own memory
     reach: tuple[int, ...]
     """For each number of finished positions, 0 to all: the position, exclusive, up to which slots
     are free."""

@@ -132,7 +132,7 @@ class MemoryWatch:
             return "torch's allocator was short"
         if grown > 0 and step > FIRST_LOOK:
             return "the peak has grown"
-        return "to spare" if self.is_due(step) else ""
+        return "spare memory" if self.is_due(step) else ""
 
     def decide(self, step: int, free_bytes: int, total_bytes: int, own_bytes: int) -> int | None:
         """Return the bytes that the optimizer may hold from now on; None if a change is not worth

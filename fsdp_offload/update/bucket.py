@@ -84,7 +84,9 @@ def slice_state(
         elif kind.role == "scalar":
             device = tensor.device if kind.on_device else torch.device("cpu")
             state[kind.name] = torch.full((), kind.initial, dtype=kind.dtype, device=device)
-    made = SliceState(param, slice_, shaped(param, tensor), state, stepped=param.schema.eager)
+    made = SliceState(
+        param, slice_, as_parameter_shape(param, tensor), state, stepped=param.schema.eager
+    )
     param.slices.append(made)
     return made
 
@@ -94,13 +96,13 @@ def state_views(param: ParamState, slice_: Slice, view: StateView) -> dict[str, 
     reduced = {moment.name for moment in param.moments}
     like = {kind.name for kind in param.schema.role("like")} - reduced
     return {
-        kind.name: shaped(param, view(slice_, kind, numel))
+        kind.name: as_parameter_shape(param, view(slice_, kind, numel))
         for kind, numel in param.kinds
         if kind.name in like
     }
 
 
-def shaped(param: ParamState, flat: Tensor) -> Tensor:
+def as_parameter_shape(param: ParamState, flat: Tensor) -> Tensor:
     """Return a flat view as the class sees it: whole parameters in shape and placement."""
     if param.schema.elementwise:
         return flat
@@ -209,7 +211,7 @@ class BucketUpdate:
             if shard is not None:
                 self._shards[index] = shard
                 if self._form is MasterForm.SHARD:  # self._masters is the same list
-                    self.slices[index].tensor = shaped(self.slices[index].param, shard)
+                    self.slices[index].tensor = as_parameter_shape(self.slices[index].param, shard)
         self._bind_state(view, flat_remainder)
         self._shadow.rebind()
         if self._reduced is not None:
@@ -220,7 +222,7 @@ class BucketUpdate:
             kind = self._whole_master
             self._masters = [view(s, kind, s.spec.numel) for s in self.bucket.slices]
             for sliced, master in zip(self.slices, self._masters, strict=True):
-                sliced.tensor = shaped(sliced.param, master)
+                sliced.tensor = as_parameter_shape(sliced.param, master)
         for sliced in self.slices:
             sliced.state.update(state_views(sliced.param, sliced.slice, view))
         if self._form is MasterForm.REMAINDER:
@@ -338,7 +340,9 @@ class BucketUpdate:
             gradients = list(self._gradients)
         if not is_complete or self._is_shaped:
             gradients = [
-                None if had is None or gradient is None else shaped(sliced.param, gradient)
+                None
+                if had is None or gradient is None
+                else as_parameter_shape(sliced.param, gradient)
                 for had, gradient, sliced in zip(given, gradients, self.slices, strict=True)
             ]
         return gradients

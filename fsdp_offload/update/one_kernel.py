@@ -88,9 +88,9 @@ class StepPowers:
     def compute(self, group: int, betas: tuple[float, float], snapshot: Snapshot) -> None:
         """Compute the powers for the step of ``snapshot``, once."""
         key = (StepPowers, id(self), group)
-        if key in snapshot.derived:
+        if key in snapshot.cache:
             return
-        snapshot.derived[key] = True
+        snapshot.cache[key] = True
         counts = self._counts[: len(self._slices)]
         torch.stack([sliced.state["step"] for sliced in self._slices], out=counts)
         counts += 1
@@ -242,9 +242,9 @@ class OneKernelAdam:
         found = {}
         for index in self.groups:
             key = (AdamConstants, index)
-            if key not in snapshot.derived:
-                snapshot.derived[key] = AdamConstants.of(snapshot.groups[index])
-            if (constants := snapshot.derived[key]) is None:
+            if key not in snapshot.cache:
+                snapshot.cache[key] = AdamConstants.of(snapshot.groups[index])
+            if (constants := snapshot.cache[key]) is None:
                 return None
             found[index] = constants
         return found

@@ -178,7 +178,7 @@ class Snapshot:
     changed_groups: dict[int, dict[str, Any]] = field(default_factory=dict)
     changed_attributes: dict[str, Any] | None = None
     versions: list[dict[str, tuple[int, int]]] = field(default_factory=list)
-    derived: dict[object, Any] = field(default_factory=dict)
+    cache: dict[object, Any] = field(default_factory=dict)
     """Per-step values that all buckets share; no tensors."""
 
     @classmethod

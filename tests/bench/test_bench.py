@@ -117,7 +117,7 @@ def test_words_of_a_name() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("backwards", "'backwards' is no kind of row"),
+        ("backwards", "'backwards' is not a kind of row"),
         ("step-fp8", "the word 'fp8' is unknown"),
         ("step-dmuch", "the word 'dmuch' is unknown"),
         ("plain-bf16", "'plain' rows have no such options"),
