@@ -231,7 +231,7 @@ def describe(report: Mapping[str, Any]) -> str:
     job, machine, link = report["job"], report["environment"], report.get("link")
     words = [
         f"{job['ranks']} rank{'s' if job['ranks'] > 1 else ''}",
-        f"{report['params'] / 1e9:.2f} G parameters",
+        f"{report['params'] / 1e9:.2f}B parameters",
         f"{job['shards']} shards",
         f"{job['tokens']} tokens per rank",
         machine.get("gpu", "CPU"),

@@ -151,7 +151,7 @@ def text_of(
     weights = "bf16" if work.shard_bytes == 2 else "fp32"
     memory = f"{CARDS[card] / GIB:.1f}"
     lines = [
-        f"{model.params / 1e9:.2f} G parameters ({model.layers} blocks, {model.width} wide), "
+        f"{model.params / 1e9:.2f}B parameters ({model.layers} blocks, {model.width} wide), "
         f"{weights} weights, {work.moments} moments, {work.gpus} x {card}, "
         f"{work.tokens} tokens per GPU",
         "",

@@ -43,4 +43,4 @@ def test_on_the_cpu_sizes_are_small(capsys: pytest.CaptureFixture[str]) -> None:
     """Those of a GPU would take all of a workstation's memory."""
     words = "bench --device cpu --rows plain --warm-up 1 --iterations 1"
     iteration.run_rows(parser().parse_args(words.split()))
-    assert "0.00 G parameters" in capsys.readouterr().out
+    assert "0.00B parameters" in capsys.readouterr().out

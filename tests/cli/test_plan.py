@@ -17,7 +17,7 @@ LLAMA = {
     "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
     "tie_word_embeddings": False,
 }  # fmt: skip
-"""Llama 3 8B, whose model card says 8.03 G parameters."""
+"""Llama 3 8B, whose model card says 8.03B parameters."""
 GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "vocab_size": 50257, "n_head": 12}
 
 
@@ -46,8 +46,9 @@ def test_the_words_are_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
 def test_text_has_a_line_for_each_figure(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--params", "8B"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("8.00 G parameters (34 blocks, 4352 wide), bf16 weights")
-    assert text.endswith("fewest GPUs that hold the job: 1\n")
+    assert text.startswith("8.00B parameters (34 blocks, 4352 wide), bf16 weights")
+    assert text.endswith("fewest GPUs that hold the job: 1
+")
     shown = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
     assert f"$ fsdp-offload plan --params 8B\n{text}" in shown
     assert main("plan --params 8B --device-memory 0 --compute-ms 1700 --link 40".split()) == 0
