@@ -192,19 +192,10 @@ def _norms(func: Any, tensors: list[Tensor], ord: Any = 2, dtype: Any = None) ->
     if not _are_alike(tensors, dtype):
         return NotImplemented
     here, away = _split(tensors)
-<<<<<<< HEAD
-    recorded = _recorded(away, float(ord))
-    known = [each for each in recorded if each is not None]
-    copies = iter(torch.stack(known).unbind() if known else ())
-    # After GradScaler or a second clipping: fetch one at a time, and keep none.
-    pairs = zip(away, recorded, strict=True)
-    of_away = iter([func([r.take()], ord)[0] if n is None else next(copies) for r, n in pairs])
-=======
     recorded = [norm for norm in _recorded(away, float(ord)) if norm is not None]
     if len(recorded) < len(away):  # after GradScaler, or a second clipping
         return NotImplemented
     copies = iter(torch.stack(recorded).unbind() if away else ())
->>>>>>> main
     of_here = iter(func(here, ord) if here else ())
     return [next(copies if _split([tensor])[1] else of_here) for tensor in tensors]
 

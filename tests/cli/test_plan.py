@@ -47,8 +47,7 @@ def test_text_has_a_line_for_each_figure(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["plan", "--params", "8B"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("8.00B parameters (34 blocks, 4352 wide), bf16 weights")
-    assert text.endswith("fewest GPUs that hold the job: 1
-")
+    assert text.endswith("fewest GPUs that hold the job: 1\n")
     shown = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
     assert f"$ fsdp-offload plan --params 8B\n{text}" in shown
     assert main("plan --params 8B --device-memory 0 --compute-ms 1700 --link 40".split()) == 0
