@@ -65,12 +65,12 @@ class Statistics:
     """Host milliseconds of the last ``step()``; the device may have worked longer."""
 
     def __str__(self) -> str:
-        lanes = [f"{count} {_LANES[lane]}" for lane, count in sorted(self.parameters.items())]
-        locked = f"page-locked in {self.pin_seconds:.1f} s" if self.pinned else "pageable"
+        lanes = (f"{count} {_LANES[lane]}" for lane, count in sorted(self.parameters.items()))
         lines = [
             f'{self.optimizer}, overlap="{self.overlap}", after {self.steps} steps',
             f"parameters: {', '.join(lanes) or 'none'}",
-            f"host memory for state: {_size(self.host_arena_bytes)}, {locked}",
+            f"host memory for state: {_size(self.host_arena_bytes)}, "
+            + (f"page-locked in {self.pin_seconds:.1f} s" if self.pinned else "pageable"),
             f"device memory for state: {_size(self.device_state_bytes + self.staging_bytes)}; "
             f"{self.staying_buckets} of {self.buckets} buckets stay between steps",
         ]
@@ -81,10 +81,9 @@ class Statistics:
         if self.memory_change:
             lines.append(f"device memory changed {self.memory_change}")
         if self.steps:
-            sent, fetched = _size(self.moved_bytes), _size(self.fetched_bytes)
             lines.append(
-                f"last step: {sent} to the host, {fetched} to the device, "
-                f"step() took {self.step_ms:.1f} ms"
+                f"last step: {_size(self.moved_bytes)} to the host, "
+                f"{_size(self.fetched_bytes)} to the device, step() took {self.step_ms:.1f} ms"
             )
         return "\n  ".join(lines)
 
