@@ -17,7 +17,7 @@ DOCS = REPOSITORY / "docs"
 LOOKED_UP = ("reference", "api", "command-line", "compatibility", "glossary", "benchmarks/README")
 """Pages that nobody reads from the beginning to the end."""
 
-MOST_WORDS_OF_README = 1_100
+MOST_WORDS_OF_README = 1_000
 MOST_WORDS = {"for users": 11_500, "for changes": 11_000}
 MOST_WORDS_OF_SENTENCE = 25
 MOST_PAGES = 26
