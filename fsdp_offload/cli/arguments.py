@@ -62,14 +62,20 @@ def plan(parser: argparse.ArgumentParser) -> None:
     )
     size.add_argument("--config", type=Path, help="config.json of a Hugging Face model")
     add("--gpus", type=at_least(1), default=1, help="GPUs that share the model")
-    add("--gpu", choices=CARDS, default="h100-80", help=", ".join(CARDS), metavar="CARD")
+    add(
+        "--gpu",
+        choices=CARDS,
+        default="h100-80",
+        help="GPU model: " + ", ".join(CARDS),
+        metavar="CARD",
+    )
     link = "GB/s between GPU and host, each way with both busy, as `doctor` measures it"
     add("--link", type=at_least(0.1, float), help=link)
     compute = "milliseconds of an iteration in which nothing moves over the link"
     add("--compute-ms", type=at_least(0.0, float), help=compute)
     add("--tokens", type=at_least(1), default=16384, help="tokens per iteration and GPU")
     add("--weights", choices=("bf16", "fp32"), default="bf16", help="dtype of the parameters")
-    add("--moments", choices=("fp32", "bf16", "int8"), default="fp32")
+    add("--moments", choices=("fp32", "bf16", "int8"), default="fp32", help="how to store moments")
     add(
         "--no-checkpointing",
         action="store_true",

@@ -443,8 +443,8 @@ def with_overlap(
     is_gated = bool(trained) and gated.issuperset(trained)
     if models and not gated and can_overlap(inner) and is_rank_0():
         logging.getLogger("fsdp_offload").info(
-            "step() waits for all transfers; model = fsdp_offload.shard(model) "
-            "before the optimizer hides them"
+            "step() waits for all transfers: to hide them, call fsdp_offload.shard(model) before "
+            "building the optimizer"
         )
     return replace(config, overlap="forward" if is_gated and can_overlap(inner) else "step")
 
