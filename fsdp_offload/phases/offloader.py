@@ -96,7 +96,7 @@ class PhaseOffloader:
         DeviceError: tensors on several devices, or the device is unusable or cannot keep addresses.
         UnsupportedParameterError: torch does not own a tensor's memory.
         UnsupportedTorchError: this version of torch lacks a private name of FSDP2.
-        SpentGradientError: between a backward that updated parameters and ``step()``.
+        SpentGradientError: called between a backward that updated parameters and ``step()``.
         HostMemoryError: host memory is short; nothing has changed.
         PinningError: the driver refused to page-lock it; nothing has changed.
         DeviceMemoryError: ``keep_addresses`` needs about 0.5 GiB more; nothing has changed.
@@ -188,7 +188,7 @@ class PhaseOffloader:
         Raises:
             HostMemoryError, PinningError: new contents do not fit into host memory.
             UnspentGradientError: a gradient would be lost; see ``grads``.
-            SpentGradientError: between a backward that updated parameters and ``step()``.
+            SpentGradientError: called between a backward that updated parameters and ``step()``.
             UnsupportedParameterError: torch does not own some memory.
             ClosedError: called after :meth:`close`, or in a forked process.
         """
