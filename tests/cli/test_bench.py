@@ -34,7 +34,7 @@ def test_an_iteration_and_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main([*command, "--rows", "plane"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("fsdp-offload: ")
-    assert "'plane' is no kind of row" in said
+    assert "'plane' is not a kind of row" in said
     assert said.count("\n") == 1
 
 
