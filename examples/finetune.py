@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_offload import HybridDeviceOptimizer, checkpoint, shard
@@ -68,7 +68,9 @@ def build(config, args):
     if args.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    shard(model, mp_policy=policy)
+    # With --offload all the weights go from the CPU to the optimizer: the GPU never holds them all.
+    place = OffloadPolicy() if args.offload == "state" else CPUOffloadPolicy(pin_memory=False)
+    shard(model, mp_policy=policy, offload_policy=place)
     if args.model.is_dir():
         checkpoint.load(args.model, model)  # from the files to the shards
     return model.train()

@@ -9,7 +9,7 @@ from tests.helpers.scripts import Launch
 
 
 def test_measures_stay_below_what_they_are() -> None:
-    assert house.lines() <= 25_040  # weights and gradients in host memory
+    assert house.lines() <= 25_080  # weights and gradients in host memory
     assert house.statements() <= 12_990
     assert len(house.sources()) <= 116 + 7
     assert house.long_files() == {}

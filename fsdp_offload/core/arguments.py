@@ -68,18 +68,31 @@ def modules_of(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]
     return models
 
 
-def leave_cpu(models: Iterable[nn.Module]) -> None:
-    """Take ``CPUOffloadPolicy`` off, with a warning: weights and gradients move to the device."""
-    if moved := sum(group.leave_cpu() for group in find_groups(models)):
+def leave_cpu(models: Iterable[nn.Module], moved_bytes: int = 0) -> None:
+    """Take ``CPUOffloadPolicy`` off, with a warning: weights and gradients move to the device.
+    ``moved_bytes``: of weights that have moved already."""
+    if moved_bytes := moved_bytes + sum(group.leave_cpu() for group in find_groups(models)):
         warn(
             "the model was sharded with CPUOffloadPolicy: its weights, %d bytes in all, are on the "
-            "device from now on, as after fully_shard without offload_policy",
-            moved,
+            "device from now on, or in this optimizer's host memory, as after fully_shard without "
+            "offload_policy",
+            moved_bytes,
         )
 
 
-def backend_of(parameters: Iterable[Tensor]) -> Backend:
+def cpu_homes(models: Iterable[nn.Module]) -> dict[Tensor, torch.device]:
+    """Parameters that ``CPUOffloadPolicy`` keeps on the CPU, each with its device otherwise."""
+    return {p: home for group in find_groups(models) for p, home in group.homes.items()}
+
+
+def backend_of(
+    parameters: Iterable[Tensor], homes: Mapping[Tensor, torch.device] | None = None
+) -> Backend:
     """The backend of the one device that all shards live on.
+
+    Args:
+        parameters: of an optimizer.
+        homes: where some of them will live: see :func:`cpu_homes`.
 
     Raises:
         DeviceError: several devices, or one that torch cannot use here.
@@ -88,15 +101,17 @@ def backend_of(parameters: Iterable[Tensor]) -> Backend:
     devices: dict[torch.device, Tensor] = {}
     for parameter in parameters:
         shard = dtensor.with_history(parameter)
-        mesh_type = dtensor.mesh_device_type(parameter)
-        if shard.device.type not in (mesh_type, "meta"):
+        device, mesh_type = shard.device, dtensor.mesh_device_type(parameter)
+        if homes is not None:
+            device = homes.get(parameter, device)
+        if device.type not in (mesh_type, "meta"):
             raise UnsupportedParameterError(
                 f"a shard on {shard.device} of a {mesh_type} mesh",
                 reason="CPUOffloadPolicy (or a move by hand) keeps it off its device",
                 remedy="call fully_shard without offload_policy, or make the optimizer first, "
                 "HybridDeviceOptimizer(optimizer, model), which moves it",
             )
-        devices.setdefault(shard.device, parameter)
+        devices.setdefault(device, parameter)
     if len(devices) > 1:
         raise DeviceError(
             f"parameters on {', '.join(sorted(map(str, devices)))}",

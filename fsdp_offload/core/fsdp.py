@@ -187,6 +187,12 @@ class Group:
         """Of each of them, elements that its reduced gradient may take on this rank."""
         return [each.padded_sharded_param_size.numel() for each in self._raw.fsdp_params]
 
+    @property
+    def homes(self) -> dict[Tensor, torch.device]:
+        """Parameters that ``CPUOffloadPolicy`` keeps on the CPU, each with its device otherwise."""
+        kept = [each for each in self._raw.fsdp_params if each.offload_to_cpu]
+        return {each.sharded_param: each.device for each in kept}
+
     def leave_cpu(self) -> int:
         """Take ``CPUOffloadPolicy`` off; returns the bytes of parameters that moved."""
         if not isinstance(self._raw.offload_policy, CPUOffloadPolicy):

@@ -128,7 +128,8 @@ class HybridDeviceOptimizer(Optimizer):
         check_wrappable(optimizer)
         models = modules_of(model)
         check_holds(optimizer, models)
-        leave_cpu(models)
+        if config.offload == "state":
+            leave_cpu(models)  # else group by group, on the way to host memory
         self._wrapped, self._inner = optimizer, without_face(optimizer)
         steps_itself = not (elementwise or is_torch_class(optimizer))
         self._updates = Updates(self._inner, models, config, steps_itself=steps_itself)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils.hooks import RemovableHandle
 
-from ..core.arguments import backend_of
+from ..core.arguments import backend_of, cpu_homes, leave_cpu
 from ..core.backend import stream_to_wait
 from ..core.config import OffloadConfig
 from ..core.errors import SpentGradientError
@@ -72,7 +72,8 @@ class Updates:
         self._models, self._config = models, config
         self.life = Lifecycle(self.drain_quietly)
         self.hooks: list[RemovableHandle] = []  # of the models, until close()
-        backend = backend_of(p for group in inner.param_groups for p in group["params"])
+        parameters = (p for group in inner.param_groups for p in group["params"])
+        backend = backend_of(parameters, cpu_homes(models))
         config = with_overlap(config, inner, models)
         self.view = StateView(inner if steps_itself else None)
         self.reserved = Reservation(inner, models, config, backend, self.view)
@@ -109,6 +110,7 @@ class Updates:
         self.weights = keep_on_host(
             self._models, self.inner, reserved.backend, reserved.config, steps_itself=steps_itself
         )
+        leave_cpu(self._models, 0 if self.weights is None else self.weights.moved_bytes)
         if self.weights is not None:
             reserved.use(self.weights)
 

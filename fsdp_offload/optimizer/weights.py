@@ -70,7 +70,7 @@ class Away:
         self._age = 0  # of the shard, when the copy was fetched
         self._version = 0  # of a copy that has not been
         self._arrived: Event | None = None
-        self._nothing = held.padded.new_empty(0)
+        self._nothing = held.padded.new_empty(0, device=weights.backend.device)
         self._end: Callable[[], None] | None = None
 
     def lend(self, slot: int | None) -> None:
@@ -248,9 +248,12 @@ class Weights:
         found = {each.held.parameter: each for group in self.away for each in group}
         self.trained = {p: each for p, each in found.items() if p.requires_grad}
         """What its optimizer updates."""
+        self.moved_bytes = 0
+        """Of parameters that ``CPUOffloadPolicy`` had on the CPU, on all ranks."""
         self._link.follow(backend.current_stream().record(), stores=False)  # the slots' last use
         for index, (group, away) in enumerate(zip(groups, self.away, strict=True)):
             if away:
+                self.moved_bytes += group.leave_cpu()
                 self._store([each.host for each in away], [each.held.padded for each in away])
                 for each in away:
                     each.leave()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,19 @@ from .weights import SLOTS, Weights, padded_bytes
 _log = logging.getLogger("fsdp_offload")
 
 
-def _may_leave(shard: GroupShard, device: torch.device, trained: Collection[Tensor]) -> bool:
+def _may_leave(
+    shard: GroupShard,
+    device: torch.device,
+    homes: Mapping[Tensor, torch.device],
+    trained: Collection[Tensor],
+) -> bool:
     """Whether it is frozen, or trained by this optimizer, and an ordinary tensor that FSDP2 gathers
-    from as it is."""
+    from as it is, on ``device`` or with its home there."""
     local, padded = dtensor.with_history(shard.parameter), shard.padded
     is_plain = type(local) is type(padded) is Tensor and local.is_contiguous()
     is_meant = not shard.parameter.requires_grad or shard.parameter in trained
-    return is_meant and is_plain and local.device == device and padded.numel() > 0
+    is_here = local.device == device or homes.get(shard.parameter) == device
+    return is_meant and is_plain and is_here and padded.numel() > 0
 
 
 def _trained(inner: Optimizer, config: OffloadConfig, *, steps_itself: bool) -> set[Tensor]:
@@ -78,7 +84,9 @@ def keep_on_host(
             remedy='call fully_shard and pass model=, or use offload="state"',
         )
     trained = _trained(inner, config, steps_itself=steps_itself)
-    movable = [[s for s in g.shards if _may_leave(s, backend.device, trained)] for g in groups]
+    movable = [
+        [s for s in g.shards if _may_leave(s, backend.device, g.homes, trained)] for g in groups
+    ]
     sizes = [sum(map(padded_bytes, shards)) for shards in movable]
     allowed = bytes_for_weights(
         config.device_memory,

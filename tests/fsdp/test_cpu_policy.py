@@ -23,7 +23,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(models.groups(model), fused=True)
 
 
-def take_over(stepped: int, dtype: torch.dtype, overlap: str) -> None:
+def take_over(stepped: int, dtype: torch.dtype, overlap: str, **options: Any) -> None:
     """Wrapped after ``stepped`` steps, between a backward and its step."""
     mesh = models.flat_mesh(2)
     plain, mine = models.toy(mesh, dtype=dtype), models.toy(mesh, dtype=dtype, **ON_CPU)
@@ -31,7 +31,7 @@ def take_over(stepped: int, dtype: torch.dtype, overlap: str) -> None:
     for model, optimizer in ((plain, expected), (mine, wrapped)):
         models.train((model, optimizer), range(2, 2 + stepped))
         models.backward(model, 2)
-    wrapped = models.wrap(wrapped, mine, overlap=overlap, master_weights=False)
+    wrapped = models.wrap(wrapped, mine, overlap=overlap, master_weights=False, **options)
     for model, optimizer in ((plain, expected), (mine, wrapped)):
         optimizer.step()
         optimizer.zero_grad()
@@ -50,6 +50,11 @@ def test_bits_are_those_of_plain_fsdp2(
     ranks: Ranks, stepped: int, dtype: torch.dtype, overlap: str
 ) -> None:
     ranks(2).run(take_over, stepped, dtype, overlap)
+
+
+@pytest.mark.parametrize("overlap", ["step", "forward", "backward"])
+def test_weights_go_to_host_memory(ranks: Ranks, overlap: str) -> None:
+    ranks(2).run(take_over, 2, torch.bfloat16, overlap, offload="all", device_memory=0)
 
 
 def move(on: str) -> tuple[list[str], list[str]]:

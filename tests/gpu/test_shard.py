@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -135,3 +136,52 @@ def test_a_model_on_another_device_is_refused() -> None:
     with pytest.raises(UnsupportedParameterError, match="on cuda:1"):
         fsdp_offload.shard(Model().to("cuda:1"))
     assert not dist.is_initialized()
+
+
+def test_a_model_larger_than_the_device() -> None:
+    """Weights come from the CPU, group by group; the cap leaves no room for all of them."""
+    n_bytes = (64 << 20) * 2  # of each block
+    expected, capped = (_train_large(offload) for offload in ("state", "all"))
+    assert capped[0] == expected[0]
+    assert capped[1] < expected[1] - 12 * n_bytes
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 1 << 16), nn.Linear(1 << 16, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def _train_large(offload: str) -> tuple[list[float], int]:
+    gc.collect()
+    torch.cuda.empty_cache()
+    before, total = torch.cuda.memory_reserved(), torch.cuda.get_device_properties(0).total_memory
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Wide().to(torch.bfloat16) for _ in range(24)))
+    policy = CPUOffloadPolicy(pin_memory=False)
+    model = fsdp_offload.shard(model, offload_policy=policy)
+    if offload == "all":  # the model has 3 GiB
+        torch.cuda.set_per_process_memory_fraction((before + int(2.4 * 2**30)) / total)
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        optimizer = HybridDeviceOptimizer(inner, model, offload=offload, device_memory=0)
+        losses = train(Loss(model), optimizer)
+        peak = torch.cuda.max_memory_allocated()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    del inner, optimizer, model
+    dist.destroy_process_group()
+    return losses, peak
+
+
+class Loss(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).float().square().mean()
