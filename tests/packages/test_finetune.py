@@ -126,8 +126,9 @@ def words() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
 
 
+@pytest.mark.parametrize("offload", ["state", "all"])
 def test_weights_tokenizer_and_config_of_a_folder_are_used_and_come_out_again(
-    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+    offload: str, tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks get their shards from the first; what is in no state dict has to be there, too."""
     torch.manual_seed(1)  # not the example's
@@ -140,7 +141,7 @@ def test_weights_tokenizer_and_config_of_a_folder_are_used_and_come_out_again(
     words().save_pretrained(folder)
     assert (folder / "model.safetensors.index.json").exists()
 
-    still = ("--steps=1", "--lr=0", "--dtype=float32")
+    still = ("--steps=1", "--lr=0", "--dtype=float32", f"--offload={offload}")
     output = finish(launch(2, folder, texts, *OPTIONS, *still, "--out", out))
 
     text = [file.read_text() for file in (texts / "a.txt", texts / "more" / "b.txt")]
