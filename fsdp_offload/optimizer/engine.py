@@ -294,6 +294,7 @@ class Engine:
     def finish(self, stream: Stream) -> None:
         """Make ``stream`` wait for every update that was enqueued; the host waits for the host
         lane's thread."""
+        self.ring.complete()
         if self.host is not None and self.host.last is not None:
             stream.wait(self.host.last)
         stream.wait(self.update.record())
@@ -319,6 +320,10 @@ class Engine:
         if in_ring:
             events.append(self.ring.updated(in_ring))
         return [event for event in events if event is not None]
+
+    def has_enqueued(self, gate: int) -> bool:
+        """Whether :meth:`updated` has nothing to enqueue first."""
+        return self.ring.has_passed(self._gates[gate][1])
 
     def synchronize(self) -> None:
         """Block until every update has run, and what travels is back in host memory."""

@@ -74,6 +74,7 @@ class Gate:
     group: Group | None  # None: the parameters that no group holds
     params: list[ParamState] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
+    is_pending: bool = False  # updates are still to be enqueued: there are no events yet
     held: list[object] = field(default_factory=list)  # what the updates read
     is_asked: bool = False  # a stream waits, or has waited, for the events
     is_taken: bool = False  # its gradients were, and step() is still to come
@@ -81,6 +82,11 @@ class Gate:
     reduced: TimedEvent | None = None  # when this backward's gradients were there
     gated: dtensor.Gated = field(default_factory=list)
     gradients: dtensor.GatedGradients = field(default_factory=dtensor.GatedGradients)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether shards may not be read without a wait."""
+        return bool(self.events or self.is_pending or self.is_taken)
 
     def let_use(self) -> None:
         """Shards and gradients are used without a wait from now on."""
@@ -213,7 +219,9 @@ class Overlap:
     def begin(self) -> None:
         """Before an iteration's first update: what the last one left behind is waited for."""
         current = self._backend.current_stream()
-        for gate in self.gates:
+        self._engine.ring.complete()
+        for index, gate in enumerate(self.gates):
+            self._note_events(index)
             if gate.events:  # the forward has not come here since
                 for event in gate.events:
                     current.wait(event)
@@ -225,13 +233,14 @@ class Overlap:
         if self.is_off:
             self._engine.finish(current)
         for index, gate in enumerate(() if self.is_off else self._all_gates()):
-            events = self._engine.updated(index)
             if gate.group is None:
-                for event in events:
+                for event in self._engine.updated(index):
                     current.wait(event)
                 continue
-            gate.events, gate.is_asked, gate.is_taken = events, False, False
-            if events:
+            gate.events, gate.is_pending, gate.is_asked, gate.is_taken = [], True, False, False
+            if self._engine.has_enqueued(index):
+                self._note_events(index)
+            if gate.is_closed:
                 wait = self._waiting(index)
                 dtensor.close_gate(gate.gated, wait)
                 if not self._in_backward:
@@ -261,9 +270,40 @@ class Overlap:
         for gate in self.gates:
             gate.let_use()
 
+    def enqueue(self, index: int | None = None) -> None:
+        """Let all updates of a gate be enqueued, and more as there is room; None: all of all gates.
+
+        Raises:
+            BusyError: they are being enqueued: a signal handler uses parameters.
+            LaneError: one failed.
+        """
+        ring, owner = self._engine.ring, self._find_owner()
+        if owner is None or not ring.is_pending:
+            return
+        what = "an update beside forward or backward"
+        if ring.is_busy:
+            owner.life.check_free(what)
+        with owner.life.part(what), owner.life.failing(what):
+            if index is None:
+                ring.complete()
+            elif self.gates[index].is_pending:
+                self._note_events(index)
+            ring.advance()
+
+    def is_pending(self, index: int) -> bool:
+        """Whether updates of a gate are still to be enqueued."""
+        return self.gates[index].is_pending and not self._engine.has_enqueued(index)
+
+    def _note_events(self, index: int) -> None:
+        gate = self.gates[index]
+        if gate.is_pending:
+            gate.events, gate.is_pending = self._engine.updated(index), False
+            if not gate.events:
+                self._open(gate)
+
     @staticmethod
     def _open(gate: Gate) -> None:
-        gate.events, gate.held, gate.is_taken = [], [], False
+        gate.events, gate.held, gate.is_taken, gate.is_pending = [], [], False, False
         gate.let_use()
 
     # ------------------------------------------------------------------ the lanes' order
@@ -279,6 +319,7 @@ class Overlap:
     def _reorder_when_measured(self) -> None:
         """Follow the times of an earlier iteration, as soon as the device has gone through it."""
         if self._steps in REORDER_AFTER:
+            self._engine.ring.complete()
             reduced = [gate.reduced for gate in self.gates]
             self._watched = Times(reduced, self._engine.ring.marks)
         for gate in self.gates:
@@ -287,6 +328,7 @@ class Overlap:
             return
         ready_ms, ms_per_byte = self._watched.ready_ms(), self._watched.ms_per_byte()
         self._watched = None
+        self._engine.ring.complete()
         if not self._in_backward:
             self._reorder([0.0] * len(self.gates), ASSUMED_MS_PER_BYTE)
         elif ready_ms:  # without a measured link nothing travels
@@ -313,12 +355,14 @@ class Overlap:
         """See :class:`..core.fsdp.Watcher`."""
         self._turn_off_in_capture()
         self.gates[index].is_asked = True
-        self._wait(self.gates[index], stream, "forward()")
+        self.enqueue(index)
+        self._wait(index, stream, "forward()")
 
-    def _wait(self, gate: Gate, stream: Stream, what: str) -> None:
-        owner = self._find_owner()
-        if owner is None or not (gate.events or gate.is_taken):
+    def _wait(self, index: int, stream: Stream, what: str) -> None:
+        owner, gate = self._find_owner(), self.gates[index]
+        if owner is None or not gate.is_closed:
             return
+        self.enqueue(index)
         with span("wait"), owner.life.failing(what):  # of the host lane's thread
             for event in gate.events:
                 stream.wait(event)
@@ -339,8 +383,11 @@ class Overlap:
             return
         self.is_off, self._in_backward = True, False
         with beside_capture(self._backend.device):
-            for event in (event for gate in self.gates for event in gate.events):
-                event.synchronize()
+            self._engine.ring.complete()
+            for index, gate in enumerate(self.gates):
+                self._note_events(index)
+                for event in gate.events:
+                    event.synchronize()
         self.open_all()
         warn(
             'overlap="step" from now on: a CUDA graph capture holds a forward or a backward, and '
@@ -349,12 +396,11 @@ class Overlap:
 
     def before_use(self, index: int) -> None:
         """The user's code is about to use a shard or a gradient of this gate."""
-        gate = self.gates[index]
-        if not (gate.events or gate.is_taken):
+        if not self.gates[index].is_closed:
             return
         self._turn_off_in_capture()
         current = self._backend.current_stream()
-        self._wait(gate, current, "using a parameter or a gradient after step()")
+        self._wait(index, current, "using a parameter or a gradient after step()")
 
     def _waiting(self, index: int) -> Callable[[], None]:
         """What a use of a shard or a gradient of this gate calls first."""
@@ -367,13 +413,14 @@ class Overlap:
             gate.rank = self._passed
             self._passed += 1
             self._open(gate)
+        self.enqueue(index)
 
     def before_reduce(self, index: int) -> None:
         """See :class:`..core.fsdp.Watcher`."""
         gate = self.gates[index]
         self._turn_off_in_capture()
-        if not self._in_backward and gate.events:  # another backward, without a forward
-            self._wait(gate, self._backend.current_stream(), "backward()")
+        if not self._in_backward and gate.is_closed:  # another backward, without a forward
+            self._wait(index, self._backend.current_stream(), "backward()")
             self._open(gate)
         for param in gate.params:
             if is_spent(param.parameter.grad):

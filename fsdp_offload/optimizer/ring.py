@@ -32,6 +32,7 @@ read host memory. What other code writes there is fetched again before the updat
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Final
 
@@ -46,6 +47,9 @@ from ..update.params import Work
 from .gradient_slots import GradientSlots
 from .ring_bucket import RingBucket
 
+AHEAD: Final = 48
+"""Buckets whose updates may wait in the device's queues. A queue holds about 1,000 commands. The
+host blocks while it is full, and would enqueue no forward beside the updates."""
 MARK_EVERY: Final = 8
 """Buckets between two readings of the clock."""
 Mark = tuple[int, TimedEvent]
@@ -75,6 +79,12 @@ class Ring:
         self.gradients: GradientSlots | None = None  # where gradients come from host memory
         self.link = Link(backend, "state", turn_bytes=None if overlap == "step" else TURN_BYTES)
         self._free: list[Event | None] = []  # of each slot: when the last store has ended
+        self._work: Work | None = None  # that may have buckets to be enqueued
+        self._start: Event | None = None  # see run()
+        self._waited = set[Event | None]()  # by updates of this iteration, on one stream
+        self._waiting = deque[Event]()  # ends of updates in the device's queues
+        self.is_busy = False
+        """Whether updates are being enqueued now."""
         self._head = 0  # next position to be updated
         self._travelled = 0  # buckets of this iteration that were written back
         self._fetched = 0  # positions from here on are not in a slot yet
@@ -92,6 +102,7 @@ class Ring:
         Raises:
             torch.OutOfMemoryError: there is less; :meth:`drop_from` takes them out again.
         """
+        self.complete()
         self._use_buckets([*self.buckets, *buckets])
         slots, staying = self._chosen(allowed_bytes)
         self._arrange(staying, slots)
@@ -122,6 +133,7 @@ class Ring:
             ranks: per parameter, when the forward needs it compared with others.
             ms_per_byte: of the link, in each direction while both are busy.
         """
+        self.complete()
         travelling = self.sizes.keys() - self.staying.keys()
         visits = [
             Visit(
@@ -175,6 +187,7 @@ class Ring:
         Raises:
             torch.OutOfMemoryError: of the device.
         """
+        self.complete()
         order, done = list(order), self._head
         assert order[:done] == self.order[:done], "what has passed keeps its place"
         wanted = frozenset(staying)
@@ -237,17 +250,53 @@ class Ring:
         return self._head > 0
 
     def run(self, work: Work, start: Event | None = None) -> None:
-        """Enqueue every bucket, in order, whose gradients are there; waits for none of it. When all
-        that will come are there, after ``start``, which updates wait for already: the rest, without
-        buckets that have none, and the iteration ends."""
-        waited = {start}  # by updates, on one stream
+        """Enqueue buckets in order, as :meth:`advance` does, up to the first without its gradients.
+        When all that will come are there, after ``start``, which updates wait for already: the
+        rest, without buckets that have none, and the iteration ends."""
+        self._work, self._start = work, start
+        self._waited.add(start)
         if self.gradients is not None:
             buckets = (self.buckets[index].bucket for index in self.order[self._head :])
             self.gradients.begin(buckets, work, self.link.update)
+        self._enqueue(0)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether an iteration that has begun may have buckets that are not enqueued."""
+        return self._work is not None
+
+    def advance(self, least: int = 0) -> None:
+        """Enqueue the buckets whose gradients are there: those before the position ``least``, and
+        as many as :data:`AHEAD` allows. A failure ends the iteration."""
+        if self._work is None:
+            return
+        self._enqueue(least)
+        if not self.is_pending:
+            self.prefetch()
+
+    def _enqueue(self, least: int) -> None:
+        assert self._work is not None
+        assert not self.is_busy
+        self.is_busy = True
+        try:
+            self._advance(self._work, least)
+        except BaseException:
+            self._work = None
+            raise
+        finally:
+            self.is_busy = False
+
+    def complete(self) -> None:
+        """Enqueue every bucket whose gradients are there."""
+        self.advance(len(self.order))
+
+    def _advance(self, work: Work, least: int) -> None:
         while self._head < len(self.order):
+            if self._head >= least and not self._has_room():
+                return
             bucket = self.buckets[self.order[self._head]]
             self.prefetch()
-            if start is None and any(work.ready[index] is None for index in bucket.indices):
+            if self._start is None and any(work.ready[index] is None for index in bucket.indices):
                 return
             gradients = work.of(bucket.bucket.slices)
             if all(gradient is None for gradient in gradients):
@@ -258,16 +307,26 @@ class Ring:
                 continue
             for index in bucket.indices:
                 event = work.ready[index]
-                if event is not None and event not in waited:
-                    waited.add(event)
+                if event is not None and event not in self._waited:
+                    self._waited.add(event)
                     self.link.update.wait(event)
             self._step(bucket, gradients, work)
-        if start is not None:
+        if self._start is not None:
             self._end()
+
+    def _has_room(self) -> bool:
+        while self._waiting and self._waiting[0].query():
+            self._waiting.popleft()
+        return len(self._waiting) < AHEAD
+
+    def has_passed(self, buckets: Sequence[int]) -> bool:
+        """Whether this iteration has nothing to enqueue of them."""
+        return self._work is None or all(self._positions[i] < self._head for i in buckets)
 
     def updated(self, buckets: Sequence[int]) -> Event | None:
         """The event after which all of ``buckets`` are updated: one stream, so the last one's;
-        None: the last :meth:`run` left all of them alone."""
+        None: the last :meth:`run` left all of them alone. They are enqueued first."""
+        self.advance(1 + max(map(self._positions.__getitem__, buckets), default=-1))
         stepped = [index for index in buckets if self.buckets[index].updated is not None]
         last = max(stepped, key=self._positions.__getitem__, default=None)
         return None if last is None else self.buckets[last].updated
@@ -304,6 +363,7 @@ class Ring:
         ):
             update.launch(bucket.update.run, lent, work.snapshot)
         bucket.updated = update.record()
+        self._waiting.append(bucket.updated)
         for block in bucket.blocks:
             block.changed(bucket.updated)
         if leaving := bucket.blocks[slot is None :]:
@@ -331,9 +391,12 @@ class Ring:
         self.fetched_bytes, self._fetched_bytes = self._fetched_bytes, 0
         self._travelled = 0
         self._head = self._fetched = 0
+        self._work = self._start = None
+        self._waited = set()
 
     def flush(self) -> None:
         """Bring the arena up to date where buckets stay; blocks until it is."""
+        self.complete()
         self._write_back(list(self.staying))
 
     def _write_back(self, indices: Sequence[int]) -> None:
@@ -362,16 +425,19 @@ class Ring:
 
     def abort(self) -> None:
         """Forget an iteration that has begun: all state and all weights are written anew."""
+        self._work, self._start, self._waited = None, None, set()
         self._forget()
         self._head = self._fetched = self._moved_bytes = self._fetched_bytes = 0
         self._marks, self._travelled = [], 0
 
     def synchronize(self) -> None:
         """Block until updates have run, and what travels is back in the arena."""
+        self.complete()
         self.link.finish_stores()
 
     def close(self) -> None:
         """Let go of all memory; nothing else may be called then."""
+        self._work = None
         for bucket in self.buckets:  # weights may outlive it
             bucket.weights.forget()
             bucket.weights.place(())
@@ -379,4 +445,5 @@ class Ring:
 
     def finish_transfers(self) -> None:
         """Block until nothing reads or writes the arena and the slots any more."""
+        self.complete()
         self.link.synchronize()
