@@ -330,6 +330,7 @@ class Engine:
         with contextlib.ExitStack() as waits:  # runs all of them, even if one raises
             for each in (*reversed(self.lanes), self.update):
                 waits.callback(each.synchronize)
+            waits.callback(self.ring.complete)  # first
 
     @property
     def uses_link(self) -> bool:

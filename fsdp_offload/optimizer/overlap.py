@@ -278,7 +278,8 @@ class Overlap:
             LaneError: one failed.
         """
         ring, owner = self._engine.ring, self._find_owner()
-        if owner is None or not ring.is_pending:
+        is_due = index is not None and self.gates[index].is_pending
+        if owner is None or not (is_due or ring.is_pending):
             return
         what = "an update beside forward or backward"
         if ring.is_busy:
@@ -286,7 +287,7 @@ class Overlap:
         with owner.life.part(what), owner.life.failing(what):
             if index is None:
                 ring.complete()
-            elif self.gates[index].is_pending:
+            else:
                 self._note_events(index)
             ring.advance()
 

@@ -33,12 +33,12 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Collection, Sequence
-from typing import Final
+from collections.abc import Callable, Collection, Sequence
+from typing import Final, Protocol
 
 from torch import Tensor
 
-from ..core.backend import TURN_BYTES, Backend, Event, TimedEvent
+from ..core.backend import TURN_BYTES, Backend, Event, Stream, TimedEvent
 from ..core.storage import span
 from ..link import Block, Link, Residence
 from ..plan.order import SlotUse, Visit, deadline_order, fetched_first, slot_use
@@ -54,6 +54,19 @@ MARK_EVERY: Final = 8
 """Buckets between two readings of the clock."""
 Mark = tuple[int, TimedEvent]
 """Bytes of an iteration that were written back, and when."""
+
+
+class WeightSlot(Protocol):
+    """Device memory of weights."""
+
+    free: Event | None
+    arrived: Event
+
+
+class WeightSlots(Protocol):
+    """Those of weights that live in host memory: see ``optimizer/weights.py``."""
+
+    def bring(self, block: Block, update: Stream) -> Sequence[WeightSlot]: ...
 
 
 class Ring:
@@ -77,6 +90,8 @@ class Ring:
         self._backend, self.overlap = backend, overlap
         self._use = SlotUse((), (0,))
         self.gradients: GradientSlots | None = None  # where gradients come from host memory
+        self.find_weights: Callable[[], WeightSlots | None] = lambda: None
+        """Which get what updates have changed; they outlive the ring."""
         self.link = Link(backend, "state", turn_bytes=None if overlap == "step" else TURN_BYTES)
         self._free: list[Event | None] = []  # of each slot: when the last store has ended
         self._work: Work | None = None  # that may have buckets to be enqueued
@@ -315,6 +330,8 @@ class Ring:
             self._end()
 
     def _has_room(self) -> bool:
+        if self.overlap == "step":  # nothing else is to be enqueued meanwhile
+            return True
         while self._waiting and self._waiting[0].query():
             self._waiting.popleft()
         return len(self._waiting) < AHEAD
@@ -362,7 +379,11 @@ class Ring:
             else slots.lending(bucket.bucket, gradients, work, update) as lent,
         ):
             update.launch(bucket.update.run, lent, work.snapshot)
+        weights = self.find_weights() if bucket.weights.host else None
+        filled = () if weights is None else weights.bring(bucket.weights, update)
         bucket.updated = update.record()
+        for each in filled:
+            each.free = each.arrived = bucket.updated
         self._waiting.append(bucket.updated)
         for block in bucket.blocks:
             block.changed(bucket.updated)

@@ -27,14 +27,14 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
 from ..core import dtensor
 from ..core import storage as storages
-from ..core.backend import TURN_BYTES, Backend, Event, Stream
+from ..core.backend import TURN_BYTES, Backend, Event, Stream, copy_all
 from ..core.config import OffloadConfig, align
 from ..core.errors import DeviceError, DeviceMemoryError, check_open
 from ..core.fsdp import Group, GroupShard
@@ -50,6 +50,16 @@ STEP: Final = -1
 """Stands for a step among the indices of groups."""
 _ALIGNMENT: Final = 256
 """Bytes, of each shard in host memory and in a slot."""
+
+
+class LateUpdates(Protocol):
+    """Updates that are enqueued as there is room for them: see :class:`.Overlap`."""
+
+    # Let those of a group be enqueued; None: all.
+    def enqueue(self, index: int | None = None) -> None: ...
+
+    # Whether some of a group are not.
+    def is_pending(self, index: int) -> bool: ...
 
 
 class Away:
@@ -75,6 +85,10 @@ class Away:
     def lend(self, slot: int | None) -> None:
         """Let FSDP2 gather from this slot; None: from none."""
         self.held.padded = self._nothing if slot is None else self._views[slot]
+
+    def view(self, slot: Slot, start: int, stop: int) -> Tensor:
+        """Elements of the shard in a slot: 1-D uint8."""
+        return self._views[slot.number][start:stop].view(torch.uint8)
 
     def leave(self) -> None:
         """Let a stand-in take the place of the shard, which is in host memory by now."""
@@ -182,6 +196,10 @@ class Away:
         return arrived
 
 
+def _find_none() -> None:
+    """No updates are late."""
+
+
 def stored(shards: Iterable[Away]) -> Iterable[Event | None]:
     """The events after which host memory has what updates so far have made of shards."""
     return dict.fromkeys(block.stored for each in shards for block in each.blocks)
@@ -198,6 +216,7 @@ class Slot:
     def __init__(self, number: int, memory: Tensor) -> None:
         self.number, self.memory = number, memory
         self.arrived: Event  # after it, the memory may be read
+        self.missing = set[Block]()  # updates bring them, before the group is there
         self.age = 0  # of the group, when it was fetched
         self.free: Event | None = None  # after it, the memory may be written into
         self.blocks: list[Block] = []  # one per group
@@ -235,6 +254,9 @@ class Weights:
         self._held: dict[int, Slot] = {}  # by group; the one that was fetched first comes first
         self._follows: dict[tuple[int, int], int] = {}  # gathers: which came after which two
         self._last = (-1, -1)
+        self._lent = set[int]()  # groups that FSDP2 gathers now
+        self._find_updates: Callable[[], LateUpdates | None] = _find_none
+        self._parts: dict[Block, list[tuple[Away, int, int]]] = {}  # elements of what is in a block
         arena = self._pool.take(sum(sizes))
         try:
             count = min(SLOTS, sum(map(bool, sizes)))
@@ -277,14 +299,25 @@ class Weights:
         """Of weights that are in host memory."""
         return sum(each.host.nbytes for group in self.away for each in group)
 
-    def attach(self, params: Sequence[ParamState], buckets: Sequence[RingBucket]) -> None:
-        """Know what updates them, whenever that has changed."""
+    def attach(
+        self,
+        params: Sequence[ParamState],
+        buckets: Sequence[RingBucket],
+        updates: LateUpdates | None,
+    ) -> None:
+        """Know what updates them, whenever that has changed, and ``updates`` that may be late."""
+        self._find_updates = _find_none if updates is None else weakref.ref(updates)
+        self._parts = {}
         for away in self.trained.values():
             away.past, away.blocks = age([away]), []
         for bucket in buckets:
-            for index in bucket.indices:
-                if (found := self.trained.get(params[index].parameter)) is not None:
-                    found.blocks.append(bucket.weights)
+            slices = ((params[s.spec.index].parameter, s) for s in bucket.bucket.slices)
+            known = ((self.trained.get(parameter), s) for parameter, s in slices)
+            found = [(each, s.start, s.stop) for each, s in known if each is not None]
+            if found:
+                self._parts[bucket.weights] = found
+            for away in dict.fromkeys(each for each, _, _ in found):
+                away.blocks.append(bucket.weights)
 
     def exchange_written(self) -> None:
         """Before and after updates: exchange with host memory what the caller has written, and what
@@ -301,12 +334,27 @@ class Weights:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Inside, no other thread moves weights.
+        """Inside, no other thread moves weights, and all of their updates are under way.
 
         Raises:
             ClosedError: in a forked process, which has not got their memory.
+            DeviceError: in a CUDA graph capture.
         """
+        with self._turn(None):
+            yield
+
+    @contextlib.contextmanager
+    def _turn(self, index: int | None) -> Iterator[None]:
+        """:meth:`turn`, for updates of one group."""
         check_open("a weight in host memory", self._pid, is_closed=False)
+        if self.backend.is_capturing():
+            raise DeviceError(
+                "a weight in host memory, in a CUDA graph capture",
+                reason="a replay would not fetch it",
+                remedy='capture nothing, or use offload="state"',
+            )
+        if (updates := self._find_updates()) is not None:
+            updates.enqueue(index)
         with self._lock:
             yield
 
@@ -364,64 +412,121 @@ class Weights:
         if not away:  # they were given back
             yield
             return
-        if self.backend.is_capturing():
-            raise DeviceError(
-                "a forward or a backward inside a CUDA graph capture",
-                reason="its weights are in host memory, and a replay would not fetch them",
-                remedy='capture nothing, or use offload="state"',
-            )
-        with self.turn():
+        with self._turn(index):
             self.flush(index)
             slot = self._held.get(index) if self._is_there(index) else None
             slot = slot or self._fetch(index, ())
             stream.wait(slot.arrived)
             for each in away:
                 each.lend(slot.number)
+            self._lent.add(index)
             try:
                 yield
             finally:
+                self._lent.discard(index)
                 for each in away:
                     each.lend(None)
                 slot.free = stream.record()
-            self._fetch_ahead(index)
+            self._pass(index)
+            self._fetch_ahead()
 
     def _is_there(self, index: int) -> bool:
         """Whether a slot has the group as it is now; an older one is forgotten."""
         slot = self._held.get(index)
-        if slot is not None and slot.age != age(self.away[index]):
+        if slot is not None and (slot.missing or slot.age != age(self.away[index])):
             self.evict(index)
         return index in self._held
 
     def _fetch(self, index: int, wanted: Collection[int]) -> Slot:
-        """Into a free slot, or else that of a group which was fetched first and is not wanted."""
-        if not self._free:
-            self.evict(next(other for other in self._held if other not in wanted))
-        slot = self._held[index] = self._free.pop()
+        slot = self._take(index, wanted)
+        assert slot is not None
         block = slot.blocks[index]
         block.forget()
         slot.age, after = age(self.away[index]), stored(self.away[index])
         slot.free = slot.arrived = self._link.fetch(block, after=[slot.free, *after])
         return slot
 
+    def _take(self, index: int, wanted: Collection[int]) -> Slot | None:
+        """A free slot, or else that of a group which was fetched first and is not wanted."""
+        if not self._free:
+            others = (each for each in self._held if each not in wanted and each not in self._lent)
+            if (other := next(others, None)) is None:
+                return None
+            self.evict(other)
+        slot = self._held[index] = self._free.pop()
+        slot.missing.clear()
+        return slot
+
+    def begin_step(self) -> None:
+        """Updates come next."""
+        self.exchange_written()
+        self._pass(STEP)
+
     def passed_step(self) -> None:
         """Updates are under way: fetch what is gathered next, after them."""
         self.exchange_written()
-        with self.turn():
-            self._fetch_ahead(STEP)
+        with self._lock:
+            self._fetch_ahead()
 
-    def _fetch_ahead(self, index: int) -> None:
+    def _pass(self, index: int) -> None:
+        """Note a gather, or a step."""
         self._follows[self._last] = index
-        before = self._last = (self._last[1], index)
-        wanted = dict[int, None]()
+        self._last = (self._last[1], index)
+
+    def _next(self) -> dict[int, None]:
+        """The groups that are gathered next, as many as there are slots, up to a step."""
+        before, wanted = self._last, dict[int, None]()
         for _ in range(len(self._free) + len(self._held)):
             if (following := self._follows.get(before, STEP)) == STEP:
                 break
             wanted[following] = None
             before = (before[1], following)
+        return wanted
+
+    def _fetch_ahead(self) -> None:
+        wanted, updates = self._next(), self._find_updates()
         for each in wanted:
-            if not self._is_there(each) and self.away[each]:
+            if updates is not None and updates.is_pending(each):
+                continue  # its updates bring it along
+            if self.away[each] and not self._is_there(each):
                 self.flush(each)
                 self._fetch(each, wanted)
+
+    def bring(self, block: Block, update: Stream) -> Sequence[Slot]:
+        """An update has changed weights on the device, and a store is next: copy them on ``update``
+        into slots that have the rest of their group, or get it likewise before its gather. Slots
+        may be read after what ``update`` records next."""
+        slots, parts = list[Slot](), dict[int, list[tuple[Away, Tensor, int, int]]]()
+        for (away, start, stop), source in zip(
+            self._parts.get(block, ()), block.device, strict=True
+        ):
+            parts.setdefault(away.index, []).append((away, source, start, stop))
+        with self._lock:
+            for index, found in parts.items():
+                if (slot := self._open_slot(index)) is None:
+                    continue
+                now, count = age(self.away[index]), len({id(away) for away, *_ in found})
+                if slot.age != now and not slot.missing:
+                    continue
+                slot.age = now + count
+                slot.missing.discard(block)
+                if slot.free is not None:  # else it is new: older than the gradients
+                    update.wait(slot.free)
+                views = [away.view(slot, start, stop) for away, _, start, stop in found]
+                update.launch(copy_all, views, [source for _, source, _, _ in found])
+                slots.append(slot)
+        return slots
+
+    def _open_slot(self, index: int) -> Slot | None:
+        """Where the group is, or is brought together."""
+        slot, wanted = self._held.get(index), self._next()
+        if slot is not None or index not in wanted:
+            return slot
+        blocks = [each.blocks for each in self.away[index]]
+        if not all(blocks) or (slot := self._take(index, wanted)) is None:
+            return None
+        slot.missing.update(*blocks)
+        return slot
 
     def evict(self, index: int) -> None:
         """Forget what a slot has of a group: its memory is needed, or host memory has changed."""
