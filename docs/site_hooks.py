@@ -27,7 +27,7 @@ OUTSIDE = {
 }
 """Path in the repository, and in the site."""
 
-LINK = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)")
+LINK = re.compile(r"""(\]\(|\b(?:src|srcset)=")(?!\w+:|#)([^)"#\s]+)""")
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
-import sys
 from collections import Counter
 from pathlib import Path
-
-import pytest
+from typing import Any
 
 REPOSITORY = Path(__file__).parents[1]
 FOLDERS = (".github", "docs", "examples")
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
+DRAWN = re.compile(r'\b(?:src|srcset)="([^"]+)"')
 PAGE_IN_CODE = re.compile(r"\bdocs/[\w/.-]+\.(?:md|json)\b")
 
 
@@ -42,7 +42,8 @@ def anchors(page: Path) -> set[str]:
 def test_every_link_leads_to_a_file_and_a_heading() -> None:
     broken = []
     for page in pages():
-        for _, link in LINK.findall(re.sub(r"`[^`\n]*`", "", text_of(page))):
+        text = re.sub(r"`[^`\n]*`", "", text_of(page))
+        for link in [*(link for _, link in LINK.findall(text)), *DRAWN.findall(text)]:
             if re.match(r"\w+:", link):
                 continue
             path, _, anchor = link.partition("#")
@@ -85,32 +86,51 @@ def test_readers_find_every_page() -> None:
     assert internals <= {link.partition("#")[0] for _, link in links}
     assert found - internals == set(listed) - outside
     assert len(listed) == len(set(listed))
-    assert len([page for page in listed if not page.startswith("benchmarks/")]) <= 25
 
 
-def test_charts_are_drawn_from_the_figures_beside_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pictures_are_drawn_from_the_figures_beside_them() -> None:
+    """If not, run the script that draws it."""
     folder = REPOSITORY / "docs" / "benchmarks"
-    charts = sorted(folder.glob("*.svg"))
-    assert charts
-    for chart in charts:
-        drawn = tmp_path / chart.name
-        figures = chart.with_suffix(".json")
-        command = [str(folder / "chart.py")]
-        if chart.name.startswith("memory_over_time"):
-            command = [str(folder / "memory_over_time.py"), "draw"]
-        monkeypatch.setattr(sys, "argv", [*command, str(figures), str(drawn)])
-        runpy.run_path(command[0], run_name="__main__")
-        assert drawn.read_text() == chart.read_text()
+    chart = runpy.run_path(str(folder / "chart.py"))
+    drawn: dict[Path, str] = chart["pictures"]()
+    curves = runpy.run_path(str(folder / "memory_over_time.py"))
+    for figures in folder.glob("memory_over_time_*.json"):
+        drawn[figures.with_suffix(".svg")] = curves["draw"](json.loads(figures.read_text()))
+    pictures = folder.parent / "pictures"
+    drawn |= runpy.run_path(str(pictures / "draw.py"))["pictures"]()
+    assert set(drawn) == {*folder.glob("*.svg"), *pictures.glob("*.svg")}
+    assert [path.name for path, text in drawn.items() if path.read_text() != text] == []
+    readme = (REPOSITORY / "README.md").read_text()
+    assert chart["filled"](readme) == readme
+
+
+def test_the_chart_takes_the_newest_row(tmp_path: Path) -> None:
+    chart = runpy.run_path(str(REPOSITORY / "docs" / "benchmarks" / "chart.py"))
+
+    def report(**peaks_gib: float) -> dict[str, Any]:
+        rows: list[dict[str, Any]] = [{"name": "plain-f32", "status": "failed"}]
+        for name, gib in peaks_gib.items():
+            row = {"name": name.replace("_", "-"), "status": "ok", "iteration_ms": 2e3}
+            rows.append(row | {"device_peak_gib": gib})
+        return {"params": 7.9e9, "job": {"tokens": 16384, "ranks": 1}, "rows": rows}
+
+    first = report(plain=64.0, forward_torchclip_all_d0=13.0, default_torchclip=9.0)
+    second = report(forward_torchclip_all_d0=12.0, backward_all_d8GiB=20.0, compute=30.0)
+    for name, found in (("2026-11-27_a", second), ("2026-11-26_b", first)):
+        (tmp_path / f"whole_h100_{name}.json").write_text(json.dumps(found))
+    reports = chart["reports"](tmp_path)
+    found = {key: [p.gib for p in some] for key, some in chart["points"](reports).items()}
+    assert found == {"clip": [12.0], "none": [20.0], "plain": [64.0]}
+    assert "in 12 GiB of one H100, at 8,200 tokens per second" in chart["gain"](reports)
+    assert "does not fit" in chart["chart"](reports, "dark")
 
 
 def test_tables_are_made_of_the_figures_beside_them() -> None:
     """If not: `python docs/benchmarks/tables.py`."""
     folder = REPOSITORY / "docs" / "benchmarks"
     tables = runpy.run_path(str(folder / "tables.py"))
-    found = {page.name: page.read_text() for page in folder.glob("*.md")}
-    assert found == {name: tables["filled"](text) for name, text in found.items()}
-    assert re.findall("<!-- table: (.*) -->", found["README.md"]) == list(tables["HEADS"])
+    page = (folder / "README.md").read_text()
+    assert tables["filled"](page) == page
+    assert re.findall("<!-- table: (.*) -->", page) == list(tables["HEADS"])
     text = "\n".join(page.read_text() for page in pages())
     assert [file.name for file in folder.glob("*.json") if file.name not in text] == []

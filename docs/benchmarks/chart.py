@@ -1,6 +1,9 @@
-"""Draws peak device memory by time of an iteration, as an SVG, from JSON of the benchmark.
+"""Draws the chart of README.md and fills in its first figures, from JSON of ``fsdp-offload bench``.
 
-python docs/benchmarks/chart.py docs/benchmarks/iteration_h100_2026-11-24.json chart.svg
+    python docs/benchmarks/chart.py
+
+The job is the one of 7.9B parameters. Files are ``whole_h100_*.json``; while there is none, those
+of ``iteration_h100_*_7.9G_*.json``. Of a row that several files have, the newest counts.
 """
 
 from __future__ import annotations
@@ -10,19 +13,27 @@ import re
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
-from xml.sax.saxutils import escape
 
-WIDTH, HEIGHT = 760, 420
-LEFT, RIGHT, TOP, BOTTOM = 64, 30, 56, 52
+sys.path.append(str(Path(__file__).resolve().parents[1] / "pictures"))
+from svg import WIDTH, Picture
+
+FOLDER = Path(__file__).resolve().parent
+README = FOLDER.parents[1] / "README.md"
+PATTERNS = ("whole_h100_*.json", "iteration_h100_*_7.9G_*.json")
+OURS = r"(default|forward|step|backward)(-(torchclip|clip|all|d\w+|again))*"
 CURVES = {
-    r"default(-d\w+)?-torchclip": ("this package, clipping", "#1f77b4"),
-    r"backward(-d\w+)?": ('this package, overlap="backward", no clipping', "#2ca02c"),
+    "clip": ("this package, clipping", "blue"),
+    "none": ("this package, no clipping", "green"),
 }
-POINTS = {
-    "plain-torchclip": ("plain AdamW, no fp32 master", "#444444"),
-    "torchao": ("torchao, no fp32 master, no clipping", "#d62728"),
-    "cpuoffload-torchclip": ("FSDP2 CPUOffloadPolicy, no fp32 master", "#ff7f0e"),
+PEERS = {
+    "plain": ("AdamW, no fp32 master", "grey"),
+    "torchao": ("torchao CPUOffloadOptimizer, no fp32 master, no clipping", "orange"),
+    "cpuoffload": ("FSDP2 CPUOffloadPolicy, no fp32 master", "violet"),
 }
+BYTES_OF_ADAMW = 16
+"""Weight and gradient in bf16, master and two moments in fp32."""
+CARD_GIB = 79.2
+LEFT, RIGHT, BOTTOM, PLOT = 44, 12, 44, 200
 
 
 class Point(NamedTuple):
@@ -30,66 +41,107 @@ class Point(NamedTuple):
 
     gib: float
     ms: float
-    label: str
+    name: str
 
 
-def points_of(rows: list[dict[str, Any]], pattern: str) -> list[Point]:
-    """Rows whose whole name matches and that were measured, by memory."""
-    return sorted(
-        Point(row["device_peak_gib"], row["iteration_ms"], row["name"])
-        for row in rows
-        if re.fullmatch(pattern, row["name"]) and "device_peak_gib" in row
-    )
+def reports(folder: Path = FOLDER) -> list[dict[str, Any]]:
+    """Of the job, the oldest first."""
+    for pattern in PATTERNS:
+        if files := sorted(folder.glob(pattern), key=lambda f: re.findall(r"\d{4}-[\d-]+", f.name)):
+            return [json.loads(file.read_text()) for file in files]
+    raise SystemExit("no figures of the job")
 
 
-def chart(report: dict[str, Any]) -> str:
-    """The SVG."""
-    curves = {p: points_of(report["rows"], p) for p in (*CURVES, *POINTS)}
-    found = [point for points in curves.values() for point in points]
-    most_gib = 5 * (1 + int(max(point.gib for point in found) / 5))
-    most_ms = 100 * (1 + int(max(point.ms for point in found) / 100))
-
-    def at(point: Point) -> tuple[float, float]:
-        x = LEFT + point.gib / most_gib * (WIDTH - LEFT - RIGHT)
-        y = HEIGHT - BOTTOM - point.ms / most_ms * (HEIGHT - TOP - BOTTOM)
-        return round(x, 1), round(y, 1)
-
-    job, environment = report["job"], report["environment"]
-    title = (
-        f"{report['params'] / 1e9:.2f} G {job['shards']} parameters, {job['tokens']} tokens, "
-        f"{environment['gpu']}, torch {environment['torch']}, commit {environment['commit']}"
-    )
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        'font-family="sans-serif" font-size="12" fill="#333333">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
-        f'<text x="{LEFT}" y="20" font-size="13">{escape(title)}</text>',
-    ]
-    for gib in range(0, most_gib + 1, 5):
-        x, y = at(Point(gib, 0, ""))
-        out.append(f'<path d="M{x} {y}V{TOP}" stroke="#e5e5e5"/>')
-        out.append(f'<text x="{x}" y="{y + 18}" text-anchor="middle">{gib}</text>')
-    for ms in range(0, most_ms + 1, 200):
-        x, y = at(Point(0, ms, ""))
-        out.append(f'<path d="M{x} {y}H{WIDTH - RIGHT}" stroke="#e5e5e5"/>')
-        out.append(f'<text x="{x - 8}" y="{y + 4}" text-anchor="end">{ms}</text>')
-    out.append(f'<text x="{(LEFT + WIDTH) / 2}" y="{HEIGHT - 12}" text-anchor="middle">'
-               "GPU peak of torch's allocator, GiB</text>")  # fmt: skip
-    out.append(f'<text x="{LEFT}" y="{TOP - 12}">ms per iteration</text>')
-    for pattern, (label, colour) in (CURVES | POINTS).items():
-        places = [at(point) for point in curves[pattern]]
-        if not places:
+def points(found: list[dict[str, Any]]) -> dict[str, list[Point]]:
+    """By curve or peer, by memory."""
+    rows = {row["name"]: row for report in found for row in report["rows"]}
+    by_key: dict[str, list[Point]] = {}
+    for name, row in rows.items():
+        if row.get("status", "ok") != "ok" or "device_peak_gib" not in row:
             continue
-        line = "L".join(f"{x} {y}" for x, y in places)
-        out.append(f'<path d="M{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        out += [f'<circle cx="{x}" cy="{y}" r="4" fill="{colour}"/>' for x, y in places]
-        row = len([text for text in out if "<!--key-->" in text])
-        y = TOP + 16 + 18 * row
-        out.append(f'<!--key--><circle cx="{LEFT + 14}" cy="{y - 4}" r="4" fill="{colour}"/>')
-        out.append(f'<text x="{LEFT + 24}" y="{y}">{escape(label)}</text>')
-    return "\n".join([*out, "</svg>", ""])
+        key = name.partition("-")[0]
+        if re.fullmatch(OURS, name):
+            key = "clip" if "clip" in name else "none"
+        elif key not in PEERS:
+            continue
+        point = Point(row["device_peak_gib"], row["iteration_ms"], name)
+        by_key.setdefault(key, []).append(point)
+    for key in CURVES:  # with weights and gradients away, where that was measured
+        by_key[key] = [p for p in by_key.get(key, []) if "-all" in p.name] or by_key.get(key, [])
+    return {key: sorted(some) for key, some in by_key.items() if some}
+
+
+def chart(found: list[dict[str, Any]], theme: str) -> str:
+    """The SVG."""
+    job, params = found[-1]["job"], found[-1]["params"]
+    by_key = points(found)
+    need_gib = BYTES_OF_ADAMW * params / 2**30
+    most_gib = 10 * (1 + int(1.04 * need_gib / 10))
+    most_ms = 500 * (1 + int(max(p.ms for some in by_key.values() for p in some) / 470))
+    keys = {key: each for key, each in (CURVES | PEERS).items() if key in by_key}
+    top = 66 + 17 * len(keys)
+    height = top + PLOT + BOTTOM
+    picture = Picture(height, f"Time of an iteration by GPU memory, {params / 1e9:.1f}B", theme)
+
+    def at(gib: float, ms: float) -> tuple[float, float]:
+        x = LEFT + gib / most_gib * (WIDTH - LEFT - RIGHT)
+        return x, height - BOTTOM - ms / most_ms * PLOT
+
+    picture.text(12, 20, f"{params / 1e9:.1f}B parameters on one H100 of 80 GB", 14,
+                 font_weight="bold")  # fmt: skip
+    x, y = at(CARD_GIB, most_ms)
+    picture.box(x, y, WIDTH - RIGHT - x, PLOT, "no")
+    picture.text(WIDTH - RIGHT - 4, y + 16, "more than 80 GB", fill="red", anchor="end")
+    for gib in range(0, most_gib + 1, 20):
+        picture.text(at(gib, 0)[0], height - BOTTOM + 15, str(gib), fill="faint", anchor="middle")
+    for ms in range(0, most_ms + 1, 500 if most_ms <= 3000 else 1000):
+        y = at(0, ms)[1]
+        picture.line([(LEFT, y), (WIDTH - RIGHT, y)], "grid")
+        picture.text(LEFT - 5, y + 4, str(ms), fill="faint", anchor="end")
+    picture.text(12, top - 10, f"ms per iteration of {job['tokens']} tokens", fill="faint")
+    picture.text((LEFT + WIDTH) / 2, height - 10, "GPU peak, GiB", fill="faint", anchor="middle")
+    x, y = at(need_gib, 0)
+    for sign in (1, -1):
+        picture.line([(x - 6, y + 6 * sign), (x + 6, y - 6 * sign)], "red", stroke_width=3)
+    for row, text in enumerate(("AdamW with an", "fp32 master:", f"{need_gib:.0f} GiB,")):
+        picture.text(WIDTH - RIGHT - 4, y - 64 + 15 * row, text, fill="red", anchor="end")
+    picture.text(WIDTH - RIGHT - 4, y - 17, "does not fit", fill="red", anchor="end",
+                 font_weight="bold")  # fmt: skip
+    for row, (key, (label, colour)) in enumerate(keys.items()):
+        places = [at(point.gib, point.ms) for point in by_key[key]]
+        if key in CURVES:
+            picture.line(places, colour, stroke_width=2.5)
+        y = 40 + 17 * row
+        for x_, y_ in [*places, (17, y - 4)]:
+            picture.add("circle", cx=x_, cy=y_, r=4.5, fill=colour)
+        picture.text(27, y, label)
+    return picture.svg()
+
+
+def gain(found: list[dict[str, Any]]) -> str:
+    """README's sentences with the two figures: of the row that clips in the least memory."""
+    job, params = found[-1]["job"], found[-1]["params"]
+    least = points(found)["clip"][0]
+    speed = 1e3 * job["tokens"] * job["ranks"] / least.ms
+    need_gib = BYTES_OF_ADAMW * params / 2**30
+    return (
+        f"AdamW with an fp32 master needs {need_gib:.0f} GiB of GPU memory to train "
+        f"{params / 1e9:.1f}B parameters.\nThis package trains them in {least.gib:.0f} GiB of one "
+        f"H100, at {round(speed, -2):,.0f} tokens per second."
+    )
+
+
+def filled(readme: str) -> str:
+    """README with the figures of the JSON."""
+    mark = r"(<!-- gain -->\n).*?(\n<!-- gain end -->)"
+    return re.sub(mark, lambda m: m[1] + gain(reports()) + m[2], readme, flags=re.DOTALL)
+
+
+def pictures() -> dict[Path, str]:
+    """Files and what they hold."""
+    return {FOLDER / f"chart-{theme}.svg": chart(reports(), theme) for theme in ("light", "dark")}
 
 
 if __name__ == "__main__":
-    source, target = map(Path, sys.argv[1:])
-    target.write_text(chart(json.loads(source.read_text())))
+    for path, text in (pictures() | {README: filled(README.read_text())}).items():
+        path.write_text(text)

@@ -16,19 +16,21 @@ from typing import Any
 
 import torch
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "pictures"))
+from svg import WIDTH, Picture
+
 from fsdp_offload.bench import machine
 from fsdp_offload.bench.model import Job, synthetic_batches
 from fsdp_offload.bench.rows import Case, Trainer, make_trainer
 
 GIB = 2**30
 ROWS = {
-    "step-f0-torchclip": ("AdamW and its state on the device", "#444444"),
-    "default-d2GiB-torchclip": ('this package, device_memory="2GiB"', "#1f77b4"),
-    "default-d0-torchclip": ("this package, device_memory=0", "#2ca02c"),
+    "step-f0-torchclip": ("AdamW with an fp32 master, all on the GPU", "grey"),
+    "default-d2GiB-torchclip": ('this package, device_memory="2GiB"', "blue"),
+    "default-d0-torchclip": ("this package, device_memory=0", "green"),
 }
 WARM_UP = 6
-WIDTH, HEIGHT = 760, 340
-LEFT, RIGHT, TOP, BOTTOM = 56, 20, 40, 48
+HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 330, 34, 14, 110, 30
 
 
 def sample(trainer: Trainer, batch: tuple[torch.Tensor, torch.Tensor]) -> list[list[Any]]:
@@ -79,46 +81,37 @@ def draw(report: dict[str, Any]) -> str:
     most = max(gib for row in report["rows"] for _, gib in row["samples"])
     ticks = range(0, int(most) + 6, 5)
     count = len(report["rows"][0]["samples"])
+    job = report["job"]
+    picture = Picture(HEIGHT, "GPU memory during one iteration")
 
-    def at(index: int, gib: float) -> str:
+    def at(index: int, gib: float) -> tuple[float, float]:
         x = LEFT + index / (count - 1) * (WIDTH - LEFT - RIGHT)
-        y = HEIGHT - BOTTOM - gib / ticks[-1] * (HEIGHT - TOP - BOTTOM)
-        return f"{x:.1f} {y:.1f}"
+        return x, HEIGHT - BOTTOM - gib / ticks[-1] * (HEIGHT - TOP - BOTTOM)
 
-    machine_, job = report["environment"], report["job"]
-    title = (
-        f"{report['params'] / 1e9:.2f} G {job['shards']} parameters, {job['tokens']} tokens, "
-        f"{machine_['gpu']}, torch {machine_['torch']}, commit {machine_['commit']}"
-    )
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        'font-family="sans-serif" font-size="12" fill="#333333">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
-        f'<text x="{LEFT}" y="18" font-size="13">{title}</text>',
-        f'<text x="{LEFT}" y="34">GiB that torch\'s allocator has given out</text>',
-    ]
+    title = f"One iteration: {report['params'] / 1e9:.2f}B parameters, {job['tokens']} tokens"
+    picture.text(12, 20, title, 14, font_weight="bold")
+    picture.text(12, TOP - 8, "GPU memory, GiB", fill="faint")
     for gib in ticks:
-        x, y = at(0, gib).split()
-        out.append(f'<path d="M{x} {y}H{WIDTH - RIGHT}" stroke="#e5e5e5"/>')
-        out.append(f'<text x="{LEFT - 8}" y="{float(y) + 4}" text-anchor="end">{gib}</text>')
+        y = at(0, gib)[1]
+        picture.line([(LEFT, y), (WIDTH - RIGHT, y)], "grid")
+        picture.text(LEFT - 5, y + 4, str(gib), fill="faint", anchor="end")
     parts = [what for what, _ in report["rows"][0]["samples"]]
     for part in dict.fromkeys(parts):
         first, last = parts.index(part), count - 1 - parts[::-1].index(part)
-        x = at(first, 0).split()[0]
-        out.append(f'<path d="M{x} {TOP}V{HEIGHT - BOTTOM}" stroke="#cccccc"/>')
-        middle = at((first + last) // 2, 0).split()[0]
-        anchor = "end" if part == parts[-1] else "middle"
-        out.append(
-            f'<text x="{middle}" y="{HEIGHT - BOTTOM + 18}" text-anchor="{anchor}">{part}</text>'
-        )
+        x = at(first, 0)[0]
+        picture.line([(x, TOP), (x, HEIGHT - BOTTOM)], "grid")
+        x, anchor = at((first + last) // 2, 0)[0], "middle"
+        if part == parts[-1]:
+            x, anchor = WIDTH - RIGHT, "end"
+        picture.text(x, HEIGHT - BOTTOM + 16, part, fill="faint", anchor=anchor)
     for index, row in enumerate(report["rows"]):
         label, colour = ROWS[row["name"]]
-        line = "L".join(at(i, gib) for i, (_, gib) in enumerate(row["samples"]))
-        out.append(f'<path d="M{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        x = LEFT + 10 + 245 * index
-        out.append(f'<circle cx="{x}" cy="{HEIGHT - 10}" r="4" fill="{colour}"/>')
-        out.append(f'<text x="{x + 8}" y="{HEIGHT - 6}" font-size="11">{label}</text>')
-    return "\n".join([*out, "</svg>", ""])
+        points = [at(i, gib) for i, (_, gib) in enumerate(row["samples"])]
+        picture.line(points, colour, stroke_width=2.5)
+        y = 40 + 17 * index
+        picture.add("circle", cx=17, cy=y - 4, r=4.5, fill=colour)
+        picture.text(27, y, label)
+    return picture.svg()
 
 
 if __name__ == "__main__":

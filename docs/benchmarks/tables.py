@@ -1,64 +1,65 @@
-"""Makes the tables of these pages anew, from the JSON beside them.
+"""Makes the tables of README.md in this folder anew, from the JSON beside it.
 
-python docs/benchmarks/tables.py
+    python docs/benchmarks/tables.py
 
-In README.md: one table per kind of figures, with a row for each row of each file. In any page:
-between ``<!-- bench: FILE.json -->`` and ``<!-- bench end -->`` stands what the benchmark printed.
-To add a run, put its JSON here, ``{iteration,phases,checkpoint}_MACHINE_DATE_JOB.json``.
+To add a run, put its JSON here: ``{whole,iteration,phases,checkpoint,activations,moe}_*.json``. Of
+a row that several files have for one job, the newest is shown.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from fsdp_offload.bench.iteration import ITERATIONS, markdown_table
+from fsdp_offload.bench.rows import Case
+from fsdp_offload.core.config import GIB, parse_bytes
 
 FOLDER = Path(__file__).resolve().parent
-PHASES = runpy.run_path(str(FOLDER / "studies" / "phases.py"))["PHASES"]
-COLUMNS = {"iteration": ITERATIONS, "phases": PHASES}
-SPECIAL = ("deterministic", "settings")  # for losses, and for a chart: on a page of their own
 HEADS = {
-    "iteration": "GPU, date | link, GB/s | parameters, G | tokens | what | clips | ms | tokens/s "
-    "| of plain | GPU peak, GiB | host, GiB",
-    "phases": "GPU, date | link, GB/s | GiB | what | out, s | back, s | out, of the link "
-    "| back, of the link",
-    "checkpoint": "GPU, date | GB | what | s | GB/s",
+    "iteration": "job | what | ms | tokens/s | GPU peak, GiB | CPU memory, GiB",
+    "moves": "job | what | GiB | out or save, s | back or load, s",
+    "activations": "job | what | ms | kept after the forward, GiB | GPU peak, GiB",
 }
-WHAT = {
-    r"plain": "plain AdamW, no fp32 master",
-    r"step-f0": "fp32 masters and all state on the device",
-    r"default": "this package",
-    r"default-d0": r"this package, `device_memory=0`",
-    r"default-d(\w+)": r'this package, `device_memory="\1"`',
-    r"backward-d(\w+?)": r'`overlap="backward"`, `device_memory="\1"`',
-    r"backward-d(\w+?)-(bf16|int8)": r'`overlap="backward"`, `device_memory="\1"`, `moments="\2"`',
-    r"cpuoffload": "FSDP2 `CPUOffloadPolicy`, no fp32 master",
-    r"torchao": "torchao, no fp32 master, no FSDP2",
-    r"offloader": "`PhaseOffloader`",
-    r"fixed": "the same, `keep_addresses=True`",
-    r"swap": "`swap`, both ways at once",
-    r"loop": "by hand, kept page-locked buffers",
-    r"(?:ours )?((?:async_)?save|load)(, .*)?": r"`checkpoint.\1`\2",
-    r"torch (.*)": r"\1, AdamW on the device",
+PEERS = {
+    "plain": "AdamW, no fp32 master",
+    "cpuoffload": "FSDP2 `CPUOffloadPolicy`, no fp32 master",
+    "torchao": "torchao `CPUOffloadOptimizer`, no fp32 master, no FSDP2",
+    "compute": "forward and backward alone",
 }
-"""Names of rows, and what a reader is told."""
-GONE = re.compile(r"(save|load)_local")  # functions that there are no more
-
-
-def reports(kind: str) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Files of one kind, the newest day first; of an earlier form those of iterations are not."""
-    files = [f for f in FOLDER.glob(f"{kind}_*.json") if not f.stem.endswith(SPECIAL)]
-    for file in sorted(sorted(files), key=date, reverse=True):
-        report = json.loads(file.read_text())
-        if kind == "checkpoint" or "params" in report:
-            yield file, report
+PHASES = {
+    "offloader": "`PhaseOffloader`",
+    "fixed": "`PhaseOffloader(keep_addresses=True)`",
+    "swap": "`swap`, both ways at once",
+    "loop": "a loop over tensors with page-locked buffers",
+}
+CHECKPOINTS = {
+    "`checkpoint.save`, `checkpoint.load`": ("save", "load"),
+    "`dcp.save`, `dcp.load`, AdamW on the GPU": ("torch dcp.save, 1 threads", "torch dcp.load"),
+    "`checkpoint.async_save`: training waits": ("async_save, stall", None),
+    "`dcp.async_save`, AdamW on the GPU: training waits": ("torch dcp.async_save, stall", None),
+    "a plain file, written and read": ("plain file, write", "plain file, read"),
+}
+DENSE = {
+    "none": "nothing moved",
+    "all": "`ActivationOffload`",
+    "save_on_cpu": "torch `save_on_cpu`",
+    "torchtune": "torchtune 0.6.1",
+    "trl": "TRL 1.16.0",
+    "checkpointed": "blocks checkpointed",
+    "checkpointed, inputs": "blocks checkpointed, the rest `ActivationOffload`",
+}
+EXPERTS = {
+    "static": "whole buffers",
+    "recompute": "expert part computed again",
+    "exact": "the CPU waits for each count",
+    "paged": "`PagedStash`",
+    "paged, graph": "`PagedStash`, one CUDA graph",
+}
 
 
 def date(file: Path) -> str:
@@ -66,92 +67,114 @@ def date(file: Path) -> str:
     return re.findall(r"\d{4}-\d\d-\d\d", file.name)[0]
 
 
-def row_of(kind: str, report: dict[str, Any], row: dict[str, Any]) -> list[str]:
-    """Cells, but for those of the machine."""
-    job = report["job"]
-    whole = row.get("name") or row["what"]
-    name = whole.removesuffix("-again")
-    base = re.sub(r"-(torch)?clip$", "", name)
-    found = ((re.fullmatch(pattern, base), text) for pattern, text in WHAT.items())
-    what = next((match.expand(text) for match, text in found if match), name)
-    if name != whole:
-        what += ", again"
-    if "expandable_segments:True" in report["environment"].get("variables", {}).values():
-        what += ", `expandable_segments`"
-    if kind == "phases":
-        ways = [f"{row[f'{way}_s']:.3f}" for way in ("out", "back")]
-        shares = [f"{row[f'{way}_of_link']:.3f}" for way in ("out", "back")]
-        return [f"{row['gib']:.1f}", what, *ways, *shares]
-    if kind == "checkpoint":
-        n_bytes = row["s"] * row["gbps"]
-        return [f"{n_bytes:.1f}", what, f"{row['s']:.2f}", f"{row['gbps']:.2f}"]
-    if job["checkpointed"]:
-        what += ", `--checkpointed`"
-    speed = 1e3 * job["tokens"] * job["ranks"] / row["iteration_ms"]
-    plain = any(each["name"].startswith("plain") for each in report["rows"])
-    return [
-        f"{report['params'] / 1e9:.2f}",
-        str(job["tokens"]),
-        what,
-        "yes" if name != base else "no",
-        f"{row['iteration_ms']:.1f}",
-        f"{speed:.0f}",
-        f"{row['of_on_device']:.3f}" if plain and "of_on_device" in row else "",
-        f"{row['device_peak_gib']:.1f}",
-        f"{row['host_gib']:.1f}" if "host_gib" in row else "",
-    ]
+def reports(*kinds: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Files of some kinds, the newest first."""
+    files = [file for kind in kinds for file in FOLDER.glob(f"{kind}_*.json")]
+    for file in sorted(sorted(files), key=date, reverse=True):
+        yield file, json.loads(file.read_text())
+
+
+def told(name: str, environment: dict[str, Any]) -> str:
+    """What a row of the benchmark trains with."""
+    case = Case.parse(name)
+    words = [PEERS.get(case.kind, "this package")]
+    options = dict(case.options)
+    if case.kind in ("step", "backward"):
+        words.append(f'`overlap="{case.kind}"`')
+    if options.get("offload_fraction") == 0:
+        words = ["AdamW with an fp32 master"]
+        options.clear()
+    for option, value in options.items():
+        if option == "cap_bytes":
+            words.append(f"allocator capped at {value / GIB:g} GiB")
+            continue
+        if option in ("device_memory", "bucket_bytes"):
+            size = parse_bytes(value) / GIB
+            value = f"{size:g}GiB" if size else 0
+        text = str(value).removeprefix("torch.").replace("bfloat16", "bf16")
+        words.append(f'`{option}="{text}"`' if value else f"`{option}=0`")
+    if "expandable_segments:True" in environment.get("variables", {}).values():
+        words.append("`expandable_segments`")
+    if case.clip == "none" and case.kind not in ("torchao", "compute"):
+        words.append("no clipping")
+    return ", ".join(words)
+
+
+def iterations() -> Iterator[tuple[tuple[str, ...], str, list[str]]]:
+    """Job, row, cells."""
+    for file, report in reports("whole", "iteration"):
+        job, environment = report["job"], report["environment"]
+        gpu = environment["gpu"].removeprefix("NVIDIA ").partition(" 80GB")[0]
+        where = f"{job['ranks']} {gpu}" + "s" * (job["ranks"] > 1)
+        size = (f"{report['params'] / 1e9:.2f}B", f"{job['tokens']} tokens", where)
+        size += ("checkpointed",) * job["checkpointed"]
+        for row in report["rows"]:
+            if row.get("status", "ok") != "ok" or "-again" in row["name"]:
+                continue
+            what = f"[{told(row['name'], environment)}]({file.name})"
+            speed = 1e3 * job["tokens"] * job["ranks"] / row["iteration_ms"]
+            host = f"{row['host_gib']:.1f}" if row.get("host_gib") else ""
+            peak = f"{row['device_peak_gib']:.1f}"
+            yield size, what, [f"{row['iteration_ms']:.0f}", f"{speed:,.0f}", peak, host]
+
+
+def moves() -> Iterator[tuple[tuple[str, ...], str, list[str]]]:
+    """Job, row, cells."""
+    for file, report in reports("phases"):
+        job = (f"[leave one H100, {report['params'] / 1e9:.2f}B]({file.name})",)
+        for row in report["rows"]:
+            seconds = [f"{row[f'{way}_s']:.2f}" for way in ("out", "back")]
+            yield job, PHASES[row["name"]], [f"{row['gib']:.1f}", *seconds]
+    for file, report in reports("checkpoint"):
+        job = (f"[checkpoint of one H200, {report['job']['params'] / 1e9:.2f}B]({file.name})",)
+        gib = f"{report['job']['gb_per_rank'] * 1e9 / GIB:.1f}"
+        rows = {row.get("what") or row["name"]: row["s"] for row in report["rows"]}
+        for what, names in CHECKPOINTS.items():
+            yield job, what, [gib, *(f"{rows[n]:.2f}" if n else "" for n in names)]
+
+
+def activations() -> Iterator[tuple[tuple[str, ...], str, list[str]]]:
+    """Job, row, cells."""
+    for file, report in reports("activations"):
+        for name, what in DENSE.items():
+            if row := report["rows"].get(name):
+                kept = f"{max(row.get('kept_gib', 0), 0):.1f}"
+                cells = [f"{row['iteration_ms']:.0f}", kept, f"{row['device_peak_gib']:.1f}"]
+                yield ("1.33B, 16384 tokens",), f"[{what}]({file.name})", cells
+    for file, report in reports("moe"):
+        for size, rows in report["jobs"].items():
+            for name, what in EXPERTS.items():
+                kept = f"{rows[name]['kept_gib']:.1f}" if "kept_gib" in rows[name] else ""
+                cells = [f"{rows[name]['ms']:.0f}", kept, f"{rows[name]['peak_gib']:.1f}"]
+                yield (f"[8 layers of experts, {size}]({file.name})",), what, cells
 
 
 def table(kind: str) -> str:
-    """All of one kind."""
+    """The newest of each row, by job."""
+    rows = {"iteration": iterations, "moves": moves, "activations": activations}[kind]()
+    jobs: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    for job, what, cells in rows:
+        of_job = jobs.setdefault(job, {})
+        text = re.sub(r"\]\(.*", "", what)
+        if not any(re.sub(r"\]\(.*", "", seen) == text for seen in of_job):
+            of_job[what] = cells
     lines = [f"| {HEADS[kind]} |", "| --- " * HEADS[kind].count("|") + "| --- |"]
-    for file, report in reports(kind):
-        ranks = report["job"].get("ranks", 1)
-        gpu = report["environment"]["gpu"].removeprefix("NVIDIA ").partition(" 80GB")[0]
-        first = f"[{f'{ranks} x ' if ranks > 1 else ''}{gpu}, {date(file)}]({file.name})"
-        if link := report.get("link"):
-            first += f" | {link['h2d+d2h_gbps']:.1f}"
-        for row in report["rows"]:
-            if row.get("status", "ok") == "ok" and not GONE.match(row.get("what", "")):
-                lines.append(f"| {first} | {' | '.join(row_of(kind, report, row))} |")
-                first = " |" if link else ""
+    for job in sorted(jobs, reverse=True) if kind == "iteration" else jobs:
+        first = ", ".join(job)
+        for what, cells in jobs[job].items():
+            lines.append(f"| {first} | {what} | {' | '.join(cells)} |")
+            first = ""
     return "\n".join(lines)
 
 
 def filled(page: str) -> str:
-    """A page with its tables made anew."""
-
-    def printed(match: re.Match[str]) -> str:
-        report = json.loads((FOLDER / match[2]).read_text())
-        made = markdown_table(report, COLUMNS[match[2].partition("_")[0]])
-        made = re.sub(
-            r"\n\n- .*\Z", "", made, flags=re.DOTALL
-        )  # what was not run: the page says it
-        return f"{match[1]}\n{made}\n<!-- bench end -->"
-
-    page = re.sub(
-        r"(<!-- bench: (\S+) -->)\n.*?\n<!-- bench end -->", printed, page, flags=re.DOTALL
-    )
+    """The page with its tables made anew."""
+    mark = r"(<!-- table: (\w+) -->)\n.*?<!-- table end -->"
     return re.sub(
-        r"(<!-- table: (\w+) -->)\n.*?<!-- table end -->",
-        lambda match: f"{match[1]}\n{table(match[2])}\n<!-- table end -->",
-        page,
-        flags=re.DOTALL,
+        mark, lambda m: f"{m[1]}\n{table(m[2])}\n<!-- table end -->", page, flags=re.DOTALL
     )
-
-
-def main() -> int:
-    """Write each page that changes; the number of those."""
-    changed = 0
-    for path in sorted(FOLDER.glob("*.md")):
-        page = path.read_text()
-        if (new := filled(page)) != page:
-            path.write_text(new)
-            print(f"{path.name}: written")
-            changed += 1
-    return changed
 
 
 if __name__ == "__main__":
-    main()
-    sys.exit(0)
+    path = FOLDER / "README.md"
+    path.write_text(filled(path.read_text()))

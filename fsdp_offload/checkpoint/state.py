@@ -31,6 +31,7 @@ from ..core import dtensor
 from ..core.arguments import backend_of, check_optimizer, listed
 from ..core.devices import backend_for
 from ..core.errors import ConfigError, StateDictError
+from ..core.gated import keeper_of
 from ..optimizer.hybrid import HybridDeviceOptimizer
 from ..update.params import MasterForm
 from .rule import GROUPS, STATE, KeyLayout, Match, Names, match, tied_error
@@ -245,18 +246,23 @@ def _pack_plain(models: Sequence[nn.Module], optimizer: Optimizer) -> dict[str, 
 
 
 def weights_of(models: Sequence[nn.Module]) -> dict[str, Any]:
-    """Return the live parameters and buffers of all models, by FQN.
+    """Return the live parameters and buffers of all models, by FQN; those in host memory there.
 
     Raises:
         ConfigError: two models have equal names.
     """
     weights: dict[str, Any] = {}
     for model in models:
-        found = get_model_state_dict(model)
+        found = {f: _in_memory(v) for f, v in get_model_state_dict(model).items()}
         if twice := sorted(weights.keys() & found.keys()):
             raise same_names(twice)
         weights.update(found)
     return weights
+
+
+def _in_memory(value: Any) -> Any:
+    is_away = isinstance(value, DTensor) and keeper_of(dtensor.with_history(value)) is not None
+    return dtensor.like(value, dtensor.local(value)) if is_away else value
 
 
 def wait_for(models: Sequence[nn.Module]) -> None:

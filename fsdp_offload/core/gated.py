@@ -31,7 +31,7 @@ without memory. It raises "Cannot access data pointer", as all C++ does that ask
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol, Self
 
 import torch
@@ -117,6 +117,12 @@ class GatedShard(Tensor):
         refuse_addresses(made)  # for C++ that asks for one
         return made
 
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        """Of the shard, which has none. Code that copies tensors copies attributes as well, DCP's
+        stager among them."""
+        return {}
+
     def takes(self, shard: Tensor) -> bool:
         """Stand for another shard, after :meth:`release`; False: not for one that looks like it."""
         looks = (shard.shape, shard.dtype)
@@ -165,26 +171,81 @@ class GatedShard(Tensor):
 
     @staticmethod
     def _use(func: Any, args: Any, kwargs: Any) -> Any:
-        first = args[0] if args else None
-        if func in _ALIASES and isinstance(first, GatedShard) and first.keeper is not None:
-            shape = args[1] if len(args) > 1 else first.shape
-            if tuple(getattr(shape, "shape", shape)) == first.shape:
-                return type(first)(first, keeper=first.keeper)
+        kwargs = kwargs or {}
+        if (answer := _answered(func, args, kwargs)) is not NotImplemented:
+            return answer
         waits: dict[Callable[[], None], None] = {}  # each once: a list may have all of a model
         taken: dict[Keeper, tuple[GatedShard, Tensor]] = {}
-        opened, named = _opened(args, waits, taken), _opened(kwargs or {}, waits, taken)
+        opened, named = _opened(args, waits, taken), _opened(kwargs, waits, taken)
         for wait in waits:
             wait()
-        result, schema = None, getattr(func, "_schema", None)  # of aten's, below autograd
-        is_written = schema is not None and schema.is_mutable
+        result, written = None, _written(func, args, kwargs)
         try:
             result = func(*opened, **named)
         finally:
+            # Elsewhere it may be that of a collective in place.
+            is_told = result is None and name_of(func).startswith("_foreach_")
             for keeper, (stand_in, shard) in taken.items():
                 result = stand_in if result is shard else result
-                is_shared = is_written or _may_share(result, shard.untyped_storage())
-                keeper.used(shard, is_shared=is_shared)
+                is_shared = not is_told and _may_share(result, shard.untyped_storage())
+                keeper.used(shard, is_shared=is_shared or keeper in written)
         return result
+
+
+def name_of(func: Any) -> str:
+    """Of a function of torch's, or below them, without its overload."""
+    return str(getattr(func, "__name__", "")).partition(".")[0]
+
+
+def _answered(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What needs no copy on the device, or one at a time; else ``NotImplemented``."""
+    first, name = args[0] if args else None, name_of(func)
+    if name.startswith("_foreach_") and type(first) in (list, tuple):
+        return _one_by_one(func, args, kwargs)
+    if not isinstance(first, GatedShard) or first.keeper is None:
+        return NotImplemented
+    other = args[1] if len(args) > 1 else first
+    if func in _ALIASES and tuple(getattr(other, "shape", other)) == first.shape:
+        return type(first)(first, keeper=first.keeper)
+    if name == "is_pinned":  # DCP asks each tensor
+        return False
+    if name == "copy_" and isinstance(other, GatedShard) and other.keeper is first.keeper:
+        return first
+    if name == "copy_" and type(other) is Tensor and not other.requires_grad:
+        first.keeper.local().copy_(other)
+        return first
+    return NotImplemented
+
+
+def _one_by_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What treats all in a list alike, so that one copy at a time is on the device."""
+    lists = [value for value in args if type(value) in (list, tuple)]
+    kept = [e for each in lists for e in each if isinstance(e, GatedShard) and e.keeper is not None]
+    has_vector = any(isinstance(value, Tensor) and value.dim() for value in args)
+    # Of several dtypes, torch takes another kernel.
+    if len(kept) < 2 or len(args[0]) < 2 or has_vector or len({each.dtype for each in args[0]}) > 1:
+        return NotImplemented
+    results = [
+        func(*(v[i : i + 1] if type(v) in (list, tuple) else v for v in args), **kwargs)
+        for i in range(len(args[0]))
+    ]
+    return None if results[0] is None else [each for result in results for each in result]
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> set[Keeper | None]:
+    """Whose shards an operation of aten's writes; above autograd, versions tell."""
+    arguments = getattr(getattr(func, "_schema", None), "arguments", ())
+    values = [
+        args[index] if index < len(args) else kwargs.get(argument.name)
+        for index, argument in enumerate(arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return {
+        shard.keeper
+        for value in values
+        for shard in (value if isinstance(value, list | tuple) else [value])
+        if isinstance(shard, GatedShard)
+    }
 
 
 def _opened(value: Any, waits: dict[Any, None], taken: dict[Any, Any]) -> Any:

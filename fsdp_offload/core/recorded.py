@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .backend import Event
-from .gated import GatedShard
+from .gated import GatedShard, name_of
 
 ORDERS: Final = (2.0, torch.inf)
 """Of the norms that are recorded."""
@@ -160,9 +160,8 @@ class RecordedShard(GatedShard):
 
     @staticmethod
     def _use(func: Any, args: Any, kwargs: Any) -> Any:
-        name = str(getattr(func, "__name__", "")).partition(".")[0]  # without the overload
         found: Any = NotImplemented
-        if (answer := _ANSWERS.get(name)) is not None:
+        if (answer := _ANSWERS.get(name_of(func))) is not None:
             found = answer(func, *args, **(kwargs or {}))
         return GatedShard._use(func, args, kwargs) if found is NotImplemented else found
 
@@ -196,14 +195,12 @@ def _norms(func: Any, tensors: list[Tensor], ord: Any = 2, dtype: Any = None) ->
     if not _are_alike(tensors, dtype):
         return NotImplemented
     here, away = _split(tensors)
-    recorded = _recorded(away, float(ord))
-    known = [each for each in recorded if each is not None]
-    copies = iter(torch.stack(known).unbind() if known else ())
-    # After GradScaler, or a second clipping: one copy at a time, and none is kept.
-    pairs = zip(away, recorded, strict=True)
-    of_away = iter([func([r.take()], ord)[0] if n is None else next(copies) for r, n in pairs])
+    recorded = [norm for norm in _recorded(away, float(ord)) if norm is not None]
+    if len(recorded) < len(away):  # after GradScaler, or a second clipping
+        return NotImplemented
+    copies = iter(torch.stack(recorded).unbind() if away else ())
     of_here = iter(func(here, ord) if here else ())
-    return [next(of_away if _split([tensor])[1] else of_here) for tensor in tensors]
+    return [next(copies if _split([tensor])[1] else of_here) for tensor in tensors]
 
 
 def _recorded(away: Sequence[Record], order: float) -> list[Tensor | None]:
@@ -267,8 +264,8 @@ def _zero(func: Any, tensor: Tensor) -> Any:
 
 def _like(func: Any, tensor: Tensor, **options: Any) -> Tensor:
     looks = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    made: Tensor = func(looks, **{**options, "device": options.get("device") or tensor.device})
-    return made
+    device = options.pop("device", None) or tensor.device
+    return func(looks, device=device, **options)  # type: ignore[no-any-return]
 
 
 _ANSWERS: Final[dict[str, Callable[..., Any]]] = {

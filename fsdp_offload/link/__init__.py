@@ -6,6 +6,9 @@ from .block import Block, Residence
 from .budget import cores_per_rank
 from .host_memory import HostRange
 from .host_pool import HostPool, held_bytes
-from .link import Link
+from .link import Link, allocate
 
-__all__ = ["Block", "HostPool", "HostRange", "Link", "Residence", "cores_per_rank", "held_bytes"]
+__all__ = [
+    "Block", "HostPool", "HostRange", "Link", "Residence", "allocate", "cores_per_rank",
+    "held_bytes",
+]  # fmt: skip

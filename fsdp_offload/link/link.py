@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..core.backend import TURN_BYTES, Backend, Event, Stream, TimedEvent
+from ..core.errors import DeviceMemoryError
 from ..core.storage import span
 from .block import Block, Residence
 
@@ -126,6 +127,22 @@ class Link:
         """Block until all copies so far have ended."""
         self._in.synchronize()
         self._out.synchronize()
+
+
+def allocate(backend: Backend, n_bytes: int, what: str, remedy: str) -> Tensor:
+    """Device memory for what is in host memory: 1-D uint8.
+
+    Raises:
+        DeviceMemoryError: there is no room.
+    """
+    try:
+        return backend.allocate(n_bytes)
+    except torch.OutOfMemoryError as error:
+        raise DeviceMemoryError(
+            f"{n_bytes} bytes on the device for {what}",
+            reason=f"there is no room ({error}); what has not moved stays where it is",
+            remedy=f"free device memory and try again, or {remedy}",
+        ) from error
 
 
 def scratch(n_bytes: int) -> Tensor:

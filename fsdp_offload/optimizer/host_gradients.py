@@ -24,11 +24,11 @@ from torch.distributed.tensor import DTensor
 from ..core import dtensor
 from ..core.backend import TURN_BYTES, Backend, Event, Stream
 from ..core.config import OffloadConfig, align
-from ..core.errors import DeviceError, DeviceMemoryError, check_open
+from ..core.errors import DeviceError, check_open
 from ..core.fsdp import Group
 from ..core.recorded import ORDERS, Place, Record, RecordedShard
 from ..core.storage import identity
-from ..link import Block, HostPool, Link, Residence
+from ..link import Block, HostPool, Link, Residence, allocate
 from .gradient_slots import GradientSlots
 
 HELD: Final = 2
@@ -68,16 +68,6 @@ class Mover:
         self.wait(fetched.arrived)
         return fetched.values[record]
 
-    def _allocate(self, n_bytes: int) -> Tensor:
-        try:
-            return self.backend.allocate(n_bytes)
-        except torch.OutOfMemoryError as error:
-            raise DeviceMemoryError(
-                f"{n_bytes} bytes on the device for gradients",
-                reason=f"there is no room ({error}); they stay in host memory",
-                remedy="free device memory and try again, or drop them by zero_grad()",
-            ) from error
-
     @torch.inference_mode(False)
     @torch.no_grad()
     def start(self, records: Sequence[Record], group: int = -1) -> Fetched:
@@ -99,7 +89,8 @@ class Mover:
         start, first = places[0].start, places[0].host.view(-1).view(torch.uint8)
         n_bytes = max(place.start + place.host.nbytes for place in places) - start
         shift = start % _ALIGNMENT
-        memory, arrived = self._allocate(shift + n_bytes)[shift:], None
+        memory = allocate(self.backend, shift + n_bytes, "gradients", "call zero_grad()")[shift:]
+        arrived: Event | None = None
         if n_bytes and not all(record.is_zero for record in records):
             after = [self.backend.current_stream().record(), *{place.stored for place in places}]
             block = Block([first.as_strided((n_bytes,), (1,))], [memory])
@@ -212,8 +203,11 @@ class HostGradients:
         self._follows: dict[int, int] = {}  # reductions: which came after which
         self._last, self._seen = -1, set[int]()  # of this backward
         self._ahead = NOTHING
-        pairs = zip(groups, leaves, strict=True)
-        self._stores = [Store(group, of, backend.device) for group, of in pairs if any(of)]
+        self._stores = [
+            Store(group, of, backend.device)
+            for group, of in zip(groups, leaves, strict=True)
+            if any(of)
+        ]
         arena, at = self.mover.pool.take(sum(store.n_bytes for store in self._stores)), 0
         self._unwatch: list[Callable[[], object]] = []
         for index, store in enumerate(self._stores):

@@ -91,8 +91,6 @@ class Reservation:
         if not added:
             return
         trained = {} if self.weights is None else self.weights.trained
-        frozen_until_now = [parameter for parameter, _ in added if parameter not in trained]
-        bring_back(map(dtensor.with_history, frozen_until_now))
         backend = backend_of(parameter for parameter, _ in added)
         if backend.device != self.backend.device:
             raise DeviceError(

@@ -36,11 +36,11 @@ from ..core import dtensor
 from ..core import storage as storages
 from ..core.backend import TURN_BYTES, Backend, Event, Stream, copy_all
 from ..core.config import OffloadConfig, align
-from ..core.errors import DeviceError, DeviceMemoryError, check_open
+from ..core.errors import DeviceError, check_open
 from ..core.fsdp import Group, GroupShard
 from ..core.gated import GatedShard
 from ..core.storage import as_bytes
-from ..link import Block, HostPool, HostRange, Link, Residence
+from ..link import Block, HostPool, HostRange, Link, Residence, allocate
 from ..update.params import ParamState
 from .ring_bucket import RingBucket
 
@@ -50,6 +50,7 @@ STEP: Final = -1
 """Stands for a step among the indices of groups."""
 _ALIGNMENT: Final = 256
 """Bytes, of each shard in host memory and in a slot."""
+_WHAT: Final = "weights", "call fully_shard of smaller modules"
 
 
 class LateUpdates(Protocol):
@@ -131,35 +132,34 @@ class Away:
         """Let host memory have what was written into a copy, or the copy what updates wrote since
         into host memory. Neither while a phase has the copy's memory: it is as it was then."""
         if (kept := self.kept) is not None and not storages.is_empty(kept):
-            if self._is_old():
+            if self._age != age([self]):
                 self._fill(kept)
             else:
                 self._weights.replace(self, kept.detach())
             if not storages.is_shared(kept):
                 self.kept = None
 
-    def _is_old(self) -> bool:
-        return self._age != age([self])
-
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _fill(self, copy: Tensor) -> None:
         """Fetch the values; the current stream waits for them."""
-        with torch.inference_mode(False), torch.no_grad():
-            self._arrived = self._weights.fetch(self, self._values, copy)
+        self._arrived = self._weights.fetch(self, self._values, copy)
         if self._arrived is not None:
             self._weights.backend.current_stream().wait(self._arrived)
         self._age, self._version = age([self]), copy._version
 
     # ------------------------------------------------------------------ Keeper
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def take(self) -> Tensor:
         """See :class:`.Keeper`."""
         weights = self._weights
         with weights.turn():
             copy = self.kept
             if copy is None:
-                with torch.inference_mode(False), torch.no_grad():
-                    copy = torch.empty_like(self._values, device=weights.backend.device)
-            if copy is not self.kept or self._is_old():
+                copy = torch.empty_like(self._values, device=weights.backend.device)
+            if copy is not self.kept or self._age != age([self]):
                 self._fill(copy)
             elif self._arrived is not None:
                 weights.backend.current_stream().wait(self._arrived)
@@ -260,7 +260,7 @@ class Weights:
         arena = self._pool.take(sum(sizes))
         try:
             count = min(SLOTS, sum(map(bool, sizes)))
-            self._free = [Slot(n, self.allocate(max(sizes))) for n in range(count)]
+            self._free = [Slot(n, allocate(backend, max(sizes), *_WHAT)) for n in range(count)]
         except BaseException:
             self._pool.close()
             raise
@@ -322,10 +322,9 @@ class Weights:
     def exchange_written(self) -> None:
         """Before and after updates: exchange with host memory what the caller has written, and what
         code that holds a view of a copy is to see."""
-        for away in self.trained.values():
-            if away.kept is not None:
-                with self.turn():
-                    away.flush()
+        with self.turn():
+            for away in self.trained.values():
+                away.flush()
 
     @property
     def slot_bytes(self) -> int:
@@ -359,21 +358,6 @@ class Weights:
             yield
 
     # ------------------------------------------------------------------ single shards
-
-    def allocate(self, n_bytes: int) -> Tensor:
-        """Device memory, 1-D uint8.
-
-        Raises:
-            DeviceMemoryError: there is no room.
-        """
-        try:
-            return self.backend.allocate(n_bytes)
-        except torch.OutOfMemoryError as error:
-            raise DeviceMemoryError(
-                f"{n_bytes} bytes on the device for weights",
-                reason=f"there is no room ({error}); weights that have not moved stay as they are",
-                remedy="free device memory and try again, or call fully_shard of smaller modules",
-            ) from error
 
     def fetch(self, away: Away, host: Tensor, device: Tensor) -> Event | None:
         """Copy one shard to memory that the current stream has; returns when it is there."""
@@ -414,8 +398,7 @@ class Weights:
             return
         with self._turn(index):
             self.flush(index)
-            slot = self._held.get(index) if self._is_there(index) else None
-            slot = slot or self._fetch(index, ())
+            slot = self._held[index] if self._is_there(index) else self._fetch(index, ())
             stream.wait(slot.arrived)
             for each in away:
                 each.lend(slot.number)
@@ -546,7 +529,7 @@ class Weights:
         """
         arrived: Event | None = None
         with self.turn():
-            memory = [self.allocate(each.host.nbytes) for each in shards]
+            memory = [allocate(self.backend, each.host.nbytes, *_WHAT) for each in shards]
             for each, own in zip(shards, memory, strict=True):
                 arrived = each.come_back(own) or arrived
             if arrived is not None:  # the last one; the others are before it

@@ -23,7 +23,7 @@ from tests.helpers.ranks import RankPool
 
 TINY = ["--device", "cpu", "--layers", "1", "--dim", "64", "--vocabulary", "128", "--tokens", "32"]
 SHORT = ["--seq", "16", "--iterations", "3", "--warm-up", "1"]
-STUDIES = Path(__file__).parents[2] / "docs" / "benchmarks" / "studies"
+FIGURES = Path(__file__).parents[2] / "docs" / "benchmarks"
 NUMEL = 128 * 64 + 12 * 64 * 64 + 3 * 64
 
 
@@ -138,7 +138,7 @@ def test_a_job_is_checked() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_study_of_phases() -> None:
-    study = runpy.run_path(str(STUDIES / "phases.py"))
+    study = runpy.run_path(str(FIGURES / "phases.py"))
     sizes = ["--params", "4e5", "--dim", "128", "--vocabulary", "512"]
     report = study["main"](["--device", "cpu", *sizes, "--cycles", "3"])
     assert [row["name"] for row in report["rows"]] == list(study["ROWS"])
@@ -155,7 +155,7 @@ def test_the_study_of_phases() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_study_of_checkpoints(tmp_path: Path) -> None:
-    main = runpy.run_path(str(STUDIES / "checkpoint.py"))["main"]
+    main = runpy.run_path(str(FIGURES / "checkpoint.py"))["main"]
     report = main([str(tmp_path), "--device", "cpu", "--layers", "1", "--repeats", "1"])
     assert len(report["rows"]) == 8
     assert all(row["s"] > 0 for row in report["rows"])

@@ -81,16 +81,18 @@ class Variant:
         lanes: of a wrapped one.
         dtype: of the shards.
         mesh: ``"flat"``; ``"hsdp"``, two replicas where there are four ranks; or ``"tp"``.
+        away: weights and gradients are in host memory, as all of the state is.
     """
 
     wrapped: bool = True
     lanes: Lanes = MIXED
     dtype: torch.dtype = torch.float32
     mesh: str = "flat"
+    away: bool = False
 
     def __str__(self) -> str:
         lanes = self.lanes if isinstance(self.lanes, float) else "+".join(self.lanes)
-        kind = f"ours({lanes})" if self.wrapped else "plain"
+        kind = f"ours({'all' if self.away else lanes})" if self.wrapped else "plain"
         mesh = "" if self.mesh == "flat" else f"-{self.mesh}"
         return f"{kind}-{str(self.dtype).removeprefix('torch.')}{mesh}"
 
@@ -125,6 +127,8 @@ def make(variant: Variant, *, lr: float = 0.01) -> Job:
 
 def wrap(inner: Optimizer, model: nn.Module, variant: Variant) -> HybridDeviceOptimizer:
     """With the lanes of ``variant``."""
+    if variant.away:
+        return models.wrap(inner, model, offload="all", device_memory=0)
     if isinstance(variant.lanes, float):
         return models.wrap(inner, model, offload_fraction=variant.lanes)
     return models.wrap(inner, model, update_on=variant.lanes)

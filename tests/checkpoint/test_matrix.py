@@ -27,6 +27,7 @@ from tests.helpers.compare import assert_same
 HOST_BF16, STREAMED_BF16 = Variant(lanes=("host",), dtype=BF16), Variant(lanes=1.0, dtype=BF16)
 OURS_HSDP = Variant(mesh="hsdp")
 OURS_TP, PLAIN_TP = Variant(mesh="tp"), Variant(wrapped=False, mesh="tp")
+AWAY, AWAY_BF16 = Variant(away=True), Variant(away=True, dtype=BF16)
 
 # World size, what was saved on four ranks, what loads it. In order of world size, as pools are
 # expensive; each row is there for something that no row before it has.
@@ -36,11 +37,16 @@ DEFAULT: list[tuple[int, Source, Variant]] = [
     (4, Source(OURS), PLAIN),
     (4, Source(OURS_BF16), STREAMED_BF16),
     (4, Source(OURS_TP), PLAIN_TP),
+    (4, Source(AWAY, "flat"), PLAIN),
+    (4, Source(OURS_TP), Variant(away=True, mesh="tp")),
     (1, Source(OURS_BF16), HOST_BF16),
     (2, Source(OURS, "stateful"), Variant(lanes=0.0)),
     (2, Source(PLAIN_BF16, "flat"), OURS_BF16),
+    (2, Source(AWAY_BF16), AWAY_BF16),
     (2, Source(OURS_HSDP, "flat"), OURS_HSDP),
     (3, Source(PLAIN, "nested"), Variant(lanes=0.5)),
+    (3, Source(AWAY), OURS),
+    (3, Source(PLAIN, "nested"), AWAY),
 ]
 
 
@@ -52,10 +58,10 @@ def everything() -> list[tuple[int, Source, Variant]]:
         (4, 1, 2, 3), (torch.float32, BF16), ("flat", "hsdp", "tp")
     ):
         plain = Variant(wrapped=False, dtype=dtype, mesh=mesh)
-        mixed = Variant(dtype=dtype, mesh=mesh)
+        mixed, away = (Variant(dtype=dtype, mesh=mesh, away=away) for away in (False, True))
         many = [Variant(lanes=each, dtype=dtype) for each in lanes] if mesh == "flat" else [mixed]
         for way in jobs.SAVERS:
-            made = [*(many if way == "save" else [mixed]), plain]
+            made = [*(many if way == "save" else [mixed]), plain, away]
             rows += [(world, Source(a, way), b) for a, b in itertools.product(made, made)]
     return [row for row in rows if row not in DEFAULT]
 

@@ -12,7 +12,7 @@ import pytest
 
 MODES = "plain,step-b4MiB,forward-b4MiB,backward-b4MiB"
 CLIPPED = "plain-torchclip,forward-b4MiB-clip,forward-b4MiB-torchclip"
-PHASES = str(Path(__file__).parents[2] / "docs" / "benchmarks" / "studies" / "phases.py")
+PHASES = str(Path(__file__).parents[2] / "docs" / "benchmarks" / "phases.py")
 SMALL = ["--layers=4", "--dim=512", "--vocabulary=1000", "--tokens=2048", "--seq=512"]
 
 

@@ -1,6 +1,6 @@
 """Checkpoints of a job against ``torch.distributed.checkpoint`` with plain AdamW on the device.
 
-    PYTHONPATH=. python docs/benchmarks/studies/checkpoint.py FOLDER [--repeats 2] [--json out.json]
+    PYTHONPATH=. python docs/benchmarks/checkpoint.py FOLDER [--repeats 2] [--json out.json]
 
 One process (or several under torchrun), one GPT with FSDP2, first with plain fused AdamW saved by
 torch's functions, then with all state offloaded. Per row the best of ``--repeats``; of several

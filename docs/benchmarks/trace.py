@@ -1,14 +1,15 @@
 """One iteration as torch's profiler sees it, drawn: who works when, on the host and on the device.
 
-    python docs/benchmarks/studies/trace.py --row backward-d2GiB --svg docs/internals/iteration.svg
+    python docs/benchmarks/trace.py --row backward-d2GiB --svg docs/internals/profile.svg
 
-Needs a GPU. The job is the benchmarks' (1.33 G parameters), the row one of theirs.
+Needs a GPU. The job is the benchmarks' (1.33B parameters), the row one of theirs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable
@@ -18,12 +19,24 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "pictures"))
+from svg import WIDTH, Picture
+
 from fsdp_offload.bench import machine
 from fsdp_offload.bench.model import Job, synthetic_batches
 from fsdp_offload.bench.rows import Case, make_trainer
 
-WIDTH, LEFT, HEIGHT = 1200, 190, 22
-COLOURS = {"HtoD": "#4c78a8", "DtoH": "#f58518", "kernels": "#54a24b", "host": "#9d755d"}
+LEFT, LANE, TOP = 98, 22, 42
+SHOWN = {
+    "kernels: model": ("GPU: model", "grey"),
+    "kernels: updates": ("GPU: update", "violet"),
+    "copies HtoD": ("to the GPU", "green"),
+    "copies DtoH": ("to the CPU", "green"),
+    "host: fetch": ("calls: fetch", "blue"),
+    "host: update": ("calls: update", "blue"),
+    "host: store": ("calls: store", "blue"),
+    "host: wait": ("calls: wait", "red"),
+}
 SPANS = ("fetch", "update", "store", "wait")
 
 
@@ -91,30 +104,27 @@ def merged(some: list[tuple[float, float]], gap: float) -> list[tuple[float, flo
 
 def drawn(found: dict[str, list[tuple[float, float]]], start: float, stop: float) -> str:
     """The picture of ``start`` to ``stop`` as SVG."""
-    scale = (WIDTH - LEFT) / (stop - start)
-    order = ["kernels: model", "kernels: updates", "copies HtoD", "copies DtoH"]
-    names = [name for name in (*order, *(f"host: {span}" for span in SPANS)) if name in found]
-    lines = []
-    for index, name in enumerate(names):
-        top = 10 + index * (HEIGHT + 6)
-        colour = next(colour for key, colour in COLOURS.items() if key in name)
-        lines.append(f'<text x="4" y="{top + 16}">{name}</text>')
-        for begin, length in merged(found[name], 0.5 / scale):
-            if start <= begin < stop:
-                x, width = LEFT + (begin - start) * scale, max(length * scale, 0.3)
-                lines.append(
-                    f'<rect x="{x:.1f}" y="{top}" width="{width:.2f}" height="{HEIGHT}" '
-                    f'fill="{colour}"/>'
-                )
-    bottom = 16 + len(names) * (HEIGHT + 6)
+    scale = (WIDTH - LEFT - 14) / (stop - start)
+    names = [name for name in SHOWN if name in found]
+    bottom = TOP + len(names) * LANE
+    picture = Picture(bottom + 22, "One iteration, as torch's profiler saw it")
+    picture.text(12, 20, "One iteration, as torch's profiler saw it", 14, font_weight="bold")
     for tick in range(0, int((stop - start) / 1e3) + 1, 50):
         x = LEFT + tick * 1e3 * scale
-        lines.append(f'<text x="{x:.0f}" y="{bottom + 12}">{tick} ms</text>')
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{bottom + 20}" '
-        'font-family="sans-serif" font-size="13">'
-    )
-    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *lines, "</svg>\n"])
+        picture.line([(x, TOP - 4), (x, bottom)], "grid")
+        text = f"{tick} ms" if not tick else str(tick)
+        picture.text(x, bottom + 14, text, fill="faint", anchor="middle")
+    for index, name in enumerate(names):
+        label, colour = SHOWN[name]
+        top = TOP + index * LANE
+        picture.text(12, top + 13, label)
+        # Gaps of less than half a unit cannot be seen.
+        for begin, length in merged(found[name], 0.5 / scale):
+            first, last = max(begin, start), min(begin + length, stop)
+            if first < last:  # a lane that is never idle is one span, from before the picture
+                width = max((last - first) * scale, 0.3)
+                picture.box(LEFT + (first - start) * scale, top, width, LANE - 6, colour)
+    return picture.svg()
 
 
 def main() -> None:

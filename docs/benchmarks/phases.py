@@ -2,8 +2,8 @@
 
 Usage::
 
-    python docs/benchmarks/studies/phases.py [--params 1.33e9] [--cycles 6] [--json out.json]
-    torchrun --nproc-per-node 2 docs/benchmarks/studies/phases.py
+    python docs/benchmarks/phases.py [--params 1.33e9] [--cycles 6] [--json out.json]
+    torchrun --nproc-per-node 2 docs/benchmarks/phases.py
 
 Each rank holds the shards of ``--params`` bf16 parameters and their fp32 AdamW state (2.5 and
 9.9 GiB with the default), a GPT's tensors under FSDP2. All ranks move at the same time; seconds are

@@ -2,7 +2,7 @@
 
 Usage::
 
-    python docs/benchmarks/studies/activations.py [--host-memory 40GiB] [--json out.json]
+    python docs/benchmarks/activations.py [--host-memory 40GiB] [--json out.json]
 
 One job, each way in turn, in one run. ``none``: all activations on the device. ``all`` is
 :class:`ActivationOffload`. ``checkpointed`` computes blocks again; with ``inputs`` their inputs are
@@ -239,7 +239,7 @@ def main(words: Sequence[str] | None = None) -> None:
     commit = where.get("commit", "unknown")
     lines = [
         f"{where.get('gpu', 'CPU')}, torch {where['torch']}, commit {commit}",
-        f"{job.params / 1e9:.2f} G parameters, {job.tokens} tokens; link, GB/s: {link}",
+        f"{job.params / 1e9:.2f}B parameters, {job.tokens} tokens; link, GB/s: {link}",
         "",
         *lines_of(rows, link),
     ]

@@ -1,0 +1,400 @@
+"""Weights in host memory, and other optimizers, averages, failures, saves."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
+
+from fsdp_offload import HybridDeviceOptimizer, LaneError, checkpoint
+from fsdp_offload.core.devices import CpuBackend
+from fsdp_offload.optimizer.weights import Away, Weights
+from fsdp_offload.update.bucket import BucketUpdate
+from tests.fsdp import models
+from tests.fsdp.models import Ranks, check
+from tests.fsdp.test_gated import as_parts
+from tests.fsdp.test_gated import same as same_parts
+from tests.fsdp.test_overlap import loss_of, mesh_of
+from tests.fsdp.test_whole_model import away, build, evaluate, sharded, step, whole, wrap
+from tests.helpers.simulator import StreamSimulator
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def kept(optimizer: Any) -> int:
+    """How many weights the device has a copy of, besides slots."""
+    groups = optimizer._updates.weights.away
+    return sum(each.kept is not None for group in groups for each in group)
+
+
+# --------------------------------------------------------------------------- other optimizers
+
+
+def is_matrix(name: str, p: Tensor) -> bool:
+    return p.dim() == 2 and "blocks" in name and len(p) >= dist.get_world_size()
+
+
+def two(model: Any, **how: Any) -> list[Any]:
+    """Muon for matrices of blocks, beside AdamW; ``how``: of each, None: it is not wrapped."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    muon = torch.optim.Muon([p for name, p in named if is_matrix(name, p)], lr=0.02)
+    adamw = torch.optim.AdamW([p for name, p in named if not is_matrix(name, p)], lr=0.02)
+    both = []
+    for inner, options in ((muon, how.get("muon")), (adamw, how.get("adamw"))):
+        if options is not None:
+            inner = HybridDeviceOptimizer(
+                inner, model, device_memory=0, transfer=models.TRANSFER, **options
+            )
+        both.append(inner)
+    return both[::-1] if how.get("reverse") else both
+
+
+ALL: dict[str, Any] = {"offload": "all"}
+PAIRS: dict[str, dict[str, Any]] = {
+    "both": {"muon": ALL, "adamw": ALL},
+    "both, AdamW first": {"muon": ALL, "adamw": ALL, "reverse": True},
+    "beside a plain one": {"adamw": ALL},
+    "in backward": {"muon": {"offload": "state"}, "adamw": {**ALL, "overlap": "backward"}},
+}
+
+
+def train_two(freezes: bool, how: dict[str, Any]) -> None:
+    """They step in turns, and are closed one after the other, in the middle of training."""
+    found = []
+    for made in ({}, how):
+        model = build(dist.get_world_size(), freezes=freezes)
+        optimizers = two(model, **made)
+        seen: list[Any] = []
+        for index in range(5):
+            loss = loss_of(model, index, skip=1 if index == 1 else None)
+            loss.backward()
+            seen.append(loss.item())
+            if "backward" not in str(how):
+                seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).full_tensor())
+            for optimizer in optimizers[:: 1 if index % 2 else -1]:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            if made and index == 2:
+                check(any(away(model)), "nothing is away")
+                trained = [p for p in sharded(model) if p.requires_grad]
+                gone = dict(zip(sharded(model), away(model), strict=True))
+                mine = [g["params"] for o in optimizers for g in o.param_groups if "betas" in g]
+                check(all(gone[p] for ps in mine for p in ps), "AdamW's stay")
+                check(not all(gone[p] for p in trained), "Muon's leave")
+        seen += list(whole(model).values())
+        for optimizer in optimizers if made else ():
+            getattr(optimizer, "close", lambda: None)()
+            seen.append(loss_of(model, 7).item())
+        found.append([*seen, *([loss_of(model, 7).item()] * 2 if not made else ())])
+        check(not any(away(model)), "back")
+    wrong = [i for i, pair in enumerate(zip(*found, strict=True)) if not same_parts(*pair)]
+    check(not wrong, f"{wrong} of {len(found[0])}")
+
+
+@pytest.mark.parametrize("freezes", [False, True])
+@pytest.mark.parametrize("how", list(PAIRS))
+def test_two_optimizers(ranks: Ranks, how: str, freezes: bool) -> None:
+    ranks(2).run(train_two, freezes, PAIRS[how])
+
+
+def warn_of_matrices() -> list[str]:
+    """Weights of a class that works on whole matrices stay, and it says so."""
+    said: list[str] = []
+    model = build(1)
+    with mock.patch(
+        "fsdp_offload.optimizer.whole_model.warn", lambda text, *args: said.append(text % args)
+    ):
+        for optimizer in two(model, muon=ALL, adamw=ALL):
+            optimizer.close()
+    return said
+
+
+def test_a_class_of_whole_matrices_keeps_its_weights_with_a_warning(ranks: Ranks) -> None:
+    [[text]] = ranks(1).run(warn_of_matrices)
+
+    assert "stay on the device: Muon does not update element by element" in text
+
+
+# --------------------------------------------------------------------------- averages
+
+
+AVERAGES: dict[str, dict[str, Any]] = {
+    "equal": {},
+    "all at once": {"multi_avg_fn": get_ema_multi_avg_fn(0.5)},
+    "one by one": {"avg_fn": get_ema_avg_fn(0.5)},
+}
+
+
+def average(how: str, dtype: torch.dtype) -> None:
+    """By torch's class; the device has one copy at a time, and keeps none."""
+    found = []
+    for offload in ("state", "all"):
+        torch.manual_seed(1)
+        averaged: Any = AveragedModel(models.Toy().to(dtype), **AVERAGES[how])
+        models.shard(averaged.module, mesh_of(dist.get_world_size(), False))
+        model = build(dist.get_world_size(), dtype=dtype)
+        optimizer = wrap(model, offload=offload)
+        seen: list[Any] = []
+        for index in range(3):
+            seen.append(step(model, optimizer, index))
+            with at_once() as most:
+                averaged.update_parameters(model)
+            check(offload == "state" or (kept(optimizer), most) == (0, [1]), f"{most} copies")
+        norms = torch.nn.utils.get_total_norm([p.detach() for p in sharded(model)])
+        seen += [norms.full_tensor(), *whole(averaged).values(), *whole(model).values()]
+        optimizer.close()
+        found.append(seen)
+    check(same_parts(*found), how)
+
+
+@contextlib.contextmanager
+def at_once() -> Iterator[list[int]]:
+    """The most copies of weights that were in use together, if any."""
+    held, most = set[Any](), list[int]()
+    take, used = Away.take, Away.used
+
+    def taking(each: Away) -> Tensor:
+        held.add(each)
+        most[:] = [max(len(held), *most)] if most else [len(held)]
+        return take(each)
+
+    def using(each: Away, *args: Any, **kwargs: Any) -> None:
+        used(each, *args, **kwargs)
+        held.discard(each)
+
+    with mock.patch.object(Away, "take", taking), mock.patch.object(Away, "used", using):
+        yield most
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("how", list(AVERAGES))
+def test_averages(ranks: Ranks, how: str, dtype: torch.dtype) -> None:
+    ranks(2).run(average, how, dtype)
+
+
+# --------------------------------------------------------------------------- failures and ends
+
+
+@contextlib.contextmanager
+def failing(bucket: int) -> Iterator[None]:
+    """Inside, the update of so many-th bucket raises."""
+    original, calls = BucketUpdate.run, iter(range(10**9))
+
+    def run(*args: Any) -> None:
+        if next(calls) == bucket:
+            raise ZeroDivisionError("planted")
+        original(*args)
+
+    with mock.patch.object(BucketUpdate, "run", run):
+        yield
+
+
+def fail(overlap: str, then: str) -> None:
+    """In the middle of an update: weights can be used, as with ``offload="state"``, and a load
+    makes good for all."""
+    found = []
+    for offload in ("state", "all"):
+        model = build(dist.get_world_size())
+        optimizer: Any = wrap(model, offload=offload, overlap=overlap)
+        optimizer._updates.reserved.engine.ring.reorder = lambda *_: None  # else by measured times
+        seen: list[Any] = [step(model, optimizer, 0)]
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        state = optimizer.state_dict()
+        state = copy.deepcopy({**state, "state": dict(state["state"])})
+        with failing(5), contextlib.suppress(LaneError):
+            step(model, optimizer, 1)
+            raise AssertionError("no LaneError")
+        if then == "load":
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(state)
+            optimizer.zero_grad()
+            seen.append(step(model, optimizer, 2))
+        elif then == "close":
+            optimizer.close()
+            check(not any(away(model)), "back")
+        else:
+            del optimizer
+            gc.collect()
+        seen += [*(p.detach().norm() for p in sharded(model)), *evaluate(model, 3)]
+        found.append(as_parts(seen + list(whole(model).values())))
+        check(then == "close" or any(away(model)) == (offload == "all"), "away")
+        if then == "load":
+            optimizer.close()
+    check(same_parts(*found), f"after a failure, {then}")
+
+
+@pytest.mark.parametrize("then", ["load", "close", "delete"])
+@pytest.mark.parametrize("overlap", ["step", "forward", "backward"])
+def test_a_failed_optimizer(ranks: Ranks, overlap: str, then: str) -> None:
+    ranks(1).run(fail, overlap, then)
+
+
+def delete_while_updating(overlap: str) -> None:
+    """What is under way ends first."""
+    found = []
+    for offload in ("state", "all"):
+        with StreamSimulator("lazy", inline_current=True):
+            model = build(dist.get_world_size())
+            optimizer = wrap(model, offload=offload, overlap=overlap)
+            for index in range(2):
+                step(model, optimizer, index)
+            del optimizer
+            gc.collect()
+            found.append([*whole(model).values(), *evaluate(model, 2)])
+    check(same_parts(*found), "after a deletion")
+
+
+@pytest.mark.parametrize("overlap", ["forward", "backward"])
+def test_deletion_while_updates_are_held_back(ranks: Ranks, overlap: str) -> None:
+    ranks(2).run(delete_while_updating, overlap)
+
+
+# --------------------------------------------------------------------------- saves and loads
+
+
+@contextlib.contextmanager
+def no_device_memory() -> Iterator[None]:
+    """Inside, nothing may be allocated on the device, nor fetched."""
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("device memory")
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in ((Away, "take"), (Weights, "fetch"), (CpuBackend, "allocate")):
+            stack.enter_context(mock.patch.object(owner, name, refuse))
+        yield
+
+
+def save_by_dcp(folder: str, model: Any, optimizer: Any) -> None:
+    state = {"m": get_model_state_dict(model), "o": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=folder)
+
+
+def save_by_dcp_beside(folder: str, model: Any, optimizer: Any, **options: Any) -> Any:
+    state = {"m": get_model_state_dict(model), "o": get_optimizer_state_dict(model, optimizer)}
+    return dcp.async_save(state, checkpoint_id=folder, **options)
+
+
+def load_by_dcp(folder: str, model: Any, optimizer: Any) -> None:
+    state = {"m": get_model_state_dict(model), "o": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state["m"])
+    set_optimizer_state_dict(model, optimizer, state["o"])
+
+
+SAVES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "save": (checkpoint.save, checkpoint.load),
+    "async_save": (checkpoint.async_save, checkpoint.load),
+    "dcp.save": (save_by_dcp, load_by_dcp),
+    "dcp.async_save": (save_by_dcp_beside, load_by_dcp),
+    "dcp.async_save with our stager": (
+        lambda *args: save_by_dcp_beside(*args, async_stager=checkpoint.Stager()), load_by_dcp,
+    ),
+}  # fmt: skip
+
+
+def save(how: str, folder: str, way: dict[str, Any]) -> None:
+    """A moment is saved, while training goes on where it may, and comes back, in all modes; what
+    this package does takes no device memory."""
+    saves, loads = SAVES[how]
+    is_ours = not how.startswith("dcp")
+    found = []
+    for offload in ("state", "all"):
+        dtype, overlap = way.get("dtype", FP32), way.get("overlap")
+        model = build(dist.get_world_size(), dtype=dtype, freezes=way.get("freezes", False))
+        optimizer = wrap(model, offload=offload, overlap=overlap)
+        step(model, optimizer, 0)
+        with no_device_memory() if is_ours else contextlib.nullcontext():
+            future = saves(f"{folder}/{offload}", model, optimizer)
+        seen: list[Any] = list(whole(model).values())
+        step(model, optimizer, 1)
+        if future is not None:
+            future.result()
+        step(model, optimizer, 2)
+        for saved in ("state", offload):
+            with no_device_memory() if is_ours else contextlib.nullcontext():
+                loads(f"{folder}/{saved}", model, optimizer)
+            seen += [*whole(model).values(), step(model, optimizer, 1), *whole(model).values()]
+        if offload == "all":
+            held = optimizer._updates.weights
+            check(held is not None and all(away(model)), "away")
+        optimizer.close()
+        found.append(seen)
+    wrong = [i for i, pair in enumerate(zip(*found, strict=True)) if not same_parts(*pair)]
+    check(not wrong, f"{wrong} of {len(found[0])}")
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16 in backward": {"dtype": BF16, "overlap": "backward"},
+    "frozen": {"freezes": True, "overlap": "step"},
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "way"),
+    [(how, way) for how in SAVES for way in WAYS if way == "fp32" or not how.startswith("dcp")],
+)
+def test_saves_and_loads(ranks: Ranks, how: str, way: str, tmp_path: Path) -> None:
+    """torch's own saves use the group of the forward: on one rank, none waits for another."""
+    ranks(1 if how.startswith("dcp.async") else 2).run(save, how, str(tmp_path), WAYS[way])
+
+
+def export(folder: str, how: dict[str, Any]) -> None:
+    model = build(dist.get_world_size(), **how)
+    optimizer = wrap(model)
+    step(model, optimizer, 0)
+    with no_device_memory():
+        checkpoint.export_safetensors(model, folder, optimizer=optimizer)
+    optimizer.close()
+
+
+def test_an_export_takes_no_device_memory(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(export, str(tmp_path), {"dtype": BF16})
+
+
+def load_without_copies(value: str) -> None:
+    """A load into the module writes host memory, from whatever memory."""
+    found = []
+    for offload in ("state", "all"):
+        model = build(dist.get_world_size())
+        optimizer = wrap(model, offload=offload)
+        step(model, optimizer, 0)
+        state = {name: LOADED[value](each) for name, each in model.state_dict().items()}
+        with no_device_memory():
+            model.load_state_dict(state)
+        if offload == "all":
+            check(kept(optimizer) == 0, "copies on the device")
+        found.append([*whole(model).values(), step(model, optimizer, 1), *whole(model).values()])
+        optimizer.close()
+    check(same_parts(*found), value)
+
+
+LOADED: dict[str, Callable[[Any], Any]] = {
+    "other": lambda value: value * 2 + 1,
+    "another dtype": lambda value: (value * 2).to(torch.float64),
+    "its own": lambda value: value,
+}
+
+
+@pytest.mark.parametrize("value", list(LOADED))
+def test_a_load_into_the_module(ranks: Ranks, value: str) -> None:
+    ranks(2).run(load_without_copies, value)
