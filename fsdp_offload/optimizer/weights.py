@@ -322,9 +322,11 @@ class Weights:
     def exchange_written(self) -> None:
         """Before and after updates: exchange with host memory what the caller has written, and what
         code that holds a view of a copy is to see."""
-        with self.turn():
-            for away in self.trained.values():
-                away.flush()
+        kept = [away for away in self.trained.values() if away.kept is not None]
+        if kept:  # a turn enqueues all updates
+            with self.turn():
+                for away in kept:
+                    away.flush()
 
     @property
     def slot_bytes(self) -> int:
