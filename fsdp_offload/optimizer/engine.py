@@ -278,13 +278,15 @@ class Engine:
         if self.host is not None:
             self.host.offer(work, complete=False)
         self.ring.run(work)
+        self.ring.complete()
 
     def run(self, work: Work, start: Event) -> None:
         """Enqueue the rest of the iteration after ``start``, where all gradients are ready; waits
         for none of it."""
-        self.update.wait(start)
         if self.host is not None:
             self.host.offer(work, complete=True)
+        if self._natives:
+            self.update.wait(start)
         for native in self._natives:
             with span("update"):
                 self.update.launch(native.run, work.snapshot)

@@ -66,6 +66,13 @@ class WeightSlot(Protocol):
 class WeightSlots(Protocol):
     """Those of weights that live in host memory: see ``optimizer/weights.py``."""
 
+    # Whether slots have all weights of a block as they are now.
+    def has(self, block: Block) -> bool: ...
+
+    # Copy them on ``update`` to its device memory.
+    def lend(self, block: Block, update: Stream) -> None: ...
+
+    # Copy them back, once they are updated, to slots that may be read after what comes next.
     def bring(self, block: Block, update: Stream) -> Sequence[WeightSlot]: ...
 
 
@@ -96,7 +103,7 @@ class Ring:
         self._free: list[Event | None] = []  # of each slot: when the last store has ended
         self._work: Work | None = None  # that may have buckets to be enqueued
         self._start: Event | None = None  # see run()
-        self._waited = set[Event | None]()  # by updates of this iteration, on one stream
+        self._waited = set[Event]()  # by updates of this iteration, on one stream
         self._waiting = deque[Event]()  # ends of updates in the device's queues
         self.is_busy = False
         """Whether updates are being enqueued now."""
@@ -266,10 +273,9 @@ class Ring:
 
     def run(self, work: Work, start: Event | None = None) -> None:
         """Enqueue buckets in order, as :meth:`advance` does, up to the first without its gradients.
-        When all that will come are there, after ``start``, which updates wait for already: the
-        rest, without buckets that have none, and the iteration ends."""
+        When all that will come are there, after ``start``: the rest, without buckets that have
+        none, and the iteration ends."""
         self._work, self._start = work, start
-        self._waited.add(start)
         if self.gradients is not None:
             buckets = (self.buckets[index].bucket for index in self.order[self._head :])
             self.gradients.begin(buckets, work, self.link.update)
@@ -360,6 +366,9 @@ class Ring:
         blocks = self.buckets[index].blocks
         if slot is not None:
             after = [self._free[slot]]
+            if self.buckets[index].is_gathered:
+                blocks = blocks[:1]
+                self.buckets[index].weights.forget()
         else:
             blocks = [block for block in blocks if block.residence is Residence.HOST]
             after = [block.stored for block in blocks]
@@ -369,9 +378,18 @@ class Ring:
 
     def _step(self, bucket: RingBucket, gradients: list[Tensor | None], work: Work) -> None:
         slot, update, slots = self._use.slots[self._head], self.link.update, self.gradients
-        for event in dict.fromkeys(map(self._ready, bucket.blocks)):
-            if event is not None:
+        weights = self.find_weights() if bucket.weights.host else None
+        waited = None
+        for block in bucket.blocks:
+            if block is bucket.weights and weights is not None:
+                bucket.is_gathered = weights.has(block)
+                if bucket.is_gathered and block.residence is Residence.HOST:
+                    weights.lend(block, update)
+                    continue
+            event = self._ready(block)
+            if event is not None and event is not waited:
                 update.wait(event)
+                waited = event
         with (
             span("update"),
             contextlib.nullcontext(gradients)
@@ -379,7 +397,6 @@ class Ring:
             else slots.lending(bucket.bucket, gradients, work, update) as lent,
         ):
             update.launch(bucket.update.run, lent, work.snapshot)
-        weights = self.find_weights() if bucket.weights.host else None
         filled = () if weights is None else weights.bring(bucket.weights, update)
         bucket.updated = update.record()
         for each in filled:
@@ -399,7 +416,7 @@ class Ring:
 
     def _ready(self, block: Block) -> Event | None:
         """After it, an update may read and write what the device has of the block."""
-        if block.residence is Residence.HOST:  # a weight that was written since it was fetched
+        if block.residence is Residence.HOST:  # written since it was fetched, or in no slot
             self.link.fetch(block, after=(block.arrived,))
             self._fetched_bytes += block.n_bytes
         if block.residence is Residence.STORING:

@@ -53,6 +53,8 @@ class RingBucket:
         self._make_update: Callable[..., BucketUpdate] | None = functools.partial(
             BucketUpdate, optimizer, bucket, params, scratch=scratch
         )
+        self.is_gathered = False
+        """Whether its weights were in slots of gathers at its last update: they need no fetch."""
         self.updated: Event | None = None
         """After it, the shards are as the last iteration leaves them; None: it left them alone."""
         if arena is not None:

@@ -417,8 +417,7 @@ class Weights:
 
     def _is_there(self, index: int) -> bool:
         """Whether a slot has the group as it is now; an older one is forgotten."""
-        slot = self._held.get(index)
-        if slot is not None and (slot.missing or slot.age != age(self.away[index])):
+        if not self._is_current(index):
             self.evict(index)
         return index in self._held
 
@@ -477,28 +476,49 @@ class Weights:
                 self.flush(each)
                 self._fetch(each, wanted)
 
+    def _parts_of(self, block: Block) -> dict[int, list[tuple[Away, int, int, Tensor]]]:
+        """By group, which elements of which shards a block has, and where on the device."""
+        parts: dict[int, list[tuple[Away, int, int, Tensor]]] = {}
+        for part, device in zip(self._parts.get(block, ()), block.device, strict=True):
+            parts.setdefault(part[0].index, []).append((*part, device))
+        return parts
+
+    def has(self, block: Block) -> bool:
+        """Whether slots have all weights of a block as they are now."""
+        with self._lock:
+            return all(self._is_current(away.index) for away, _, _ in self._parts.get(block, ()))
+
+    def _is_current(self, index: int) -> bool:
+        slot = self._held.get(index)
+        return slot is not None and not slot.missing and slot.age == age(self.away[index])
+
+    def lend(self, block: Block, update: Stream) -> None:
+        """Copy these weights on ``update`` to the block's device memory; :meth:`bring` follows."""
+        with self._lock:
+            for index, parts in self._parts_of(block).items():
+                slot = self._held[index]
+                update.wait(slot.arrived)
+                views = [away.view(slot, start, stop) for away, start, stop, _ in parts]
+                update.launch(copy_all, [device for *_, device in parts], views)
+
     def bring(self, block: Block, update: Stream) -> Sequence[Slot]:
         """An update has changed weights on the device, and a store is next: copy them on ``update``
         into slots that have the rest of their group, or get it likewise before its gather. Slots
         may be read after what ``update`` records next."""
-        slots, parts = list[Slot](), dict[int, list[tuple[Away, Tensor, int, int]]]()
-        for (away, start, stop), source in zip(
-            self._parts.get(block, ()), block.device, strict=True
-        ):
-            parts.setdefault(away.index, []).append((away, source, start, stop))
+        slots = list[Slot]()
         with self._lock:
-            for index, found in parts.items():
+            for index, parts in self._parts_of(block).items():
                 if (slot := self._open_slot(index)) is None:
                     continue
-                now, count = age(self.away[index]), len({id(away) for away, *_ in found})
+                now, count = age(self.away[index]), len({id(away) for away, *_ in parts})
                 if slot.age != now and not slot.missing:
                     continue
                 slot.age = now + count
                 slot.missing.discard(block)
                 if slot.free is not None:  # else it is new: older than the gradients
                     update.wait(slot.free)
-                views = [away.view(slot, start, stop) for away, _, start, stop in found]
-                update.launch(copy_all, views, [source for _, source, _, _ in found])
+                views = [away.view(slot, start, stop) for away, start, stop, _ in parts]
+                update.launch(copy_all, views, [device for *_, device in parts])
                 slots.append(slot)
         return slots
 
