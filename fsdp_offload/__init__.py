@@ -1,4 +1,4 @@
-"""Optimizer state of FSDP2 models in host memory, updated while it travels."""
+"""Keep the optimizer state of FSDP2 models in host memory and update it as it streams through."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name when it is first used: importing the package does not import torch."""
+    """Import a public name on first use, so that importing the package does not import torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

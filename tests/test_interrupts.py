@@ -1,4 +1,4 @@
-"""SIGINT inside of :func:`fsdp_offload.core.interrupts.held_back`."""
+"""SIGINT inside of :func:`fsdp_offload.core.interrupts.defer_sigint`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_offload.core.interrupts import held_back
+from fsdp_offload.core.interrupts import defer_sigint
 
 
 def strike() -> None:
@@ -27,9 +27,9 @@ def _handler_is_put_back() -> Iterator[None]:
     assert found is before
 
 
-@held_back()
+@defer_sigint()
 def held(n_strikes: int, done: list[str], error: Exception | None = None) -> None:
-    with held_back():  # inside of another one, which arrives at the outer end
+    with defer_sigint():  # inside of another one, which arrives at the outer end
         for _ in range(n_strikes):
             strike()
     done.append("inside")
@@ -72,9 +72,9 @@ def test_it_goes_through_the_handler_that_was_there() -> None:
 
 def test_the_systems_handler_ends_the_process_at_the_end() -> None:
     script = (
-        "import signal; from fsdp_offload.core.interrupts import held_back\n"
+        "import signal; from fsdp_offload.core.interrupts import defer_sigint\n"
         "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
-        "with held_back():\n"
+        "with defer_sigint():\n"
         "    signal.raise_signal(signal.SIGINT)\n"
         "    print('all of it', flush=True)\n"
         "print('never')\n"
@@ -87,7 +87,7 @@ def test_other_threads_hold_nothing_back() -> None:
     found = []
 
     def look() -> None:
-        with held_back():
+        with defer_sigint():
             found.append(signal.getsignal(signal.SIGINT))
 
     before = signal.getsignal(signal.SIGINT)

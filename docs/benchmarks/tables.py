@@ -93,7 +93,8 @@ def told(name: str, environment: dict[str, Any]) -> str:
             value = f"{size:g}GiB" if size else 0
         text = str(value).removeprefix("torch.").replace("bfloat16", "bf16")
         words.append(f'`{option}="{text}"`' if value else f"`{option}=0`")
-    if "expandable_segments:True" in environment.get("variables", {}).values():
+    segments = "expandable_segments:True" in environment.get("variables", {}).values()
+    if segments and case.kind not in PEERS:
         words.append("`expandable_segments`")
     if case.clip == "none" and case.kind not in ("torchao", "compute"):
         words.append("no clipping")

@@ -1,4 +1,4 @@
-"""Activations: what autograd saves, in pages of what is used, or in host memory."""
+"""Keep what autograd saves in pages of used rows, or in host memory."""
 
 from __future__ import annotations
 

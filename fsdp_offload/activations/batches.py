@@ -1,19 +1,19 @@
-"""Saved tensors in batches to host memory and back, beside what computes.
+"""Move saved tensors to host memory and back in batches, beside the computation.
 
-*Out*: a store waits for an event of the compute stream, which has produced what is copied, and for
-the last fetch, whose host memory it may write to. Device memory is held until the store has
-completed, or the compute stream waits for it, because too much is held. *Back*: memory is taken on
-the compute stream; the fetch waits for an event of that, which may be using it still, and for the
-store. The compute stream waits once per batch, before it first reads, or before memory that no
-backward has asked for goes.
+*Out*: a store waits for an event of the compute stream, which produced the tensors, and for the
+last fetch, whose host memory it may overwrite. Device memory is held until the store has completed,
+or until the compute stream waits for it because too much is held. *Back*: memory is allocated on
+the compute stream; the fetch waits for an event of that stream, which may still use the memory, and
+for the store. The compute stream waits once per batch, before its first read, or before memory that
+no backward has used is freed.
 
-DIRTY: what was saved, in its own memory. STORING: that is held until the copy has ended. HOST: it
-went. FETCHING: it has memory again, which the next backward will ask for; without ``arrived`` it
-never went. DEVICE: each range was given its memory.
+DIRTY: saved tensors in their own memory. STORING: that memory is held until the copy has ended.
+HOST: it was freed. FETCHING: the batch has memory again, for the next backward; without ``arrived``
+it never left. DEVICE: each range has its memory.
 
 FSDP2's backward sends a table to the device for each group (core/fsdp.py), and the compute stream
-waits for it. Behind whole batches this took 17 ms of an iteration of 280 on an H100, 5 in turns of
-8 MiB, 2 in turns of 4. Copies out use another engine.
+waits for it. Behind whole batches this cost 17 ms of a 280 ms iteration on an H100; behind turns of
+8 MiB 5 ms, of 4 MiB 2 ms. Copies out use another engine.
 """
 
 from __future__ import annotations
@@ -36,31 +36,33 @@ from .handles import MemoryRange, written_error
 from .selection import ByteRange
 
 AHEAD: Final = 2
-"""Batches that are brought back before they are needed."""
+"""Batches to bring back before they are needed."""
 TURN_BYTES: Final = 4 * MIB
-"""Of a copy back: see the module's docstring."""
-_ALIGNMENT_BYTES: Final = 64  # of ranges in host memory
+"""Size of a turn of a copy back: see the module's docstring."""
+_ALIGNMENT_BYTES: Final = 64  # alignment of ranges in host memory
 
 
 class SavedRange(MemoryRange):
     """A memory range that is or was on the device.
 
     Args:
-        batch: that it is copied with.
-        tensor: the first that was saved of it.
+        batch: the batch that copies it.
+        tensor: its first saved tensor.
     """
 
     __slots__ = ("is_written", "original", "shape", "version")
 
     def __init__(self, batch: Batch, tensor: Tensor) -> None:
         super().__init__(batch)
-        self.original: Tensor | None = tensor.detach()  # until it may go; it has the version
+        self.original: Tensor | None = (
+            tensor.detach()
+        )  # until it may be freed; has the version counter
         self.version = tensor._version
         self.shape = (tensor.shape, tensor.dtype)
         self.is_written = False
 
     def check_version(self) -> None:
-        """Look whether it was written while it was being copied."""
+        """Record whether it was written during its copy."""
         if self.original is not None and self.original._version != self.version:
             self.is_written = True
 
@@ -68,7 +70,7 @@ class SavedRange(MemoryRange):
         """As of :class:`MemoryRange`.
 
         Raises:
-            ActivationError: it was written in place before its copy had ended.
+            ActivationError: an in-place operation wrote to it before its copy had ended.
         """
         words = super().restored()
         self.check_version()
@@ -78,21 +80,21 @@ class SavedRange(MemoryRange):
 
 
 class Batch(Block):
-    """Ranges that are copied together. It lives as long as one of them, or its copy out."""
+    """Ranges that are copied together. Lives as long as one of them, or its copy out."""
 
     __slots__ = ("__weakref__", "_copies", "_ranges", "index", "start")
     host: list[Tensor]
     device: list[Tensor]
 
     def __init__(self, copies: BatchCopies) -> None:
-        super().__init__([], [], Residence.DIRTY)  # of each range, as bytes
+        super().__init__([], [], Residence.DIRTY)  # per range, as bytes
         self._copies = copies
         self._ranges: list[weakref.ref[SavedRange]] = []
-        self.start: int | None = None  # of its host memory
+        self.start: int | None = None  # first byte of its host memory
         self.index = 0
 
     def add(self, tensor: Tensor, span: ByteRange) -> SavedRange:
-        """A further range, which ``tensor`` lies in."""
+        """Add the range that contains ``tensor``."""
         n_bytes = span.end_bytes - span.start_bytes
         made = SavedRange(self, tensor)
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
@@ -103,11 +105,11 @@ class Batch(Block):
         return made
 
     def ranges(self) -> list[SavedRange | None]:
-        """None for those that no handle can ask for any more."""
+        """Return its ranges; None for those without handles."""
         return [find() for find in self._ranges]
 
     def drop_dead(self) -> None:
-        """Before a copy: forget ranges that went."""
+        """Drop dead ranges before a copy."""
         alive = [find() is not None for find in self._ranges]
         self._ranges = list(compress(self._ranges, alive))
         self.host = list(compress(self.host, alive))
@@ -115,7 +117,7 @@ class Batch(Block):
         self.n_bytes = sum(memory.numel() for memory in self.host or self.device)
 
     def hand_out(self) -> None:
-        """Give each range its memory, so that each goes with its last handle."""
+        """Give each range its memory, so that it is freed with its last handle."""
         for found, memory in zip(self.ranges(), self.device, strict=True):
             if found is not None and found.words is None:
                 found.words = memory
@@ -131,14 +133,14 @@ class Batch(Block):
 
 
 class BatchCopies:
-    """The streams, the host memory, and the batches that are under way or away.
+    """Streams, host memory, and batches that are moving or offloaded.
 
     Args:
-        backend: of the device.
-        pool: of host memory.
-        n_bytes: that are taken of it.
-        inflight_bytes: device memory that may be held for copies out.
-        is_moved: whether a batch is, by its number in an iteration.
+        backend: the device's.
+        pool: gives host memory.
+        n_bytes: host memory to take.
+        inflight_bytes: device memory that copies out may hold.
+        is_moved: whether to move a batch, by its number in an iteration.
     """
 
     def __init__(
@@ -154,21 +156,21 @@ class BatchCopies:
         self.link = Link(backend, "activations", turn_bytes=TURN_BYTES)
         self.intervals = Intervals(n_bytes)
         self.open = Batch(self)
-        self.first_index = 0  # of this iteration
-        # With the memory that is held, and its size in host memory.
+        self.first_index = 0  # first batch of this iteration
+        # With the held memory, and its size in host memory.
         self._sending: deque[tuple[Batch, list[Tensor], int]] = deque()
         self._sending_bytes = 0
-        self._order: list[weakref.ref[Batch]] = []  # as they were saved
-        self._last_back: Event | None = None  # that no copy out has waited for
+        self._order: list[weakref.ref[Batch]] = []  # in the order of saving
+        self._last_back: Event | None = None  # which no copy out has waited for yet
         self.is_closed = False
-        # What batches had that went, by finalizers, in any thread.
+        # Resources of dead batches, appended by finalizers in any thread.
         self.dropped: list[tuple[int | None, list[Tensor], Event | None]] = []
         self.counts: Counter[str] = Counter()
 
     # ------------------------------------------------------------------ out
 
     def send(self) -> None:
-        """Copy what is in :attr:`open` to the host, and begin another batch."""
+        """Copy the :attr:`open` batch to the host, and begin another."""
         batch, self.open = self.open, Batch(self)
         batch.drop_dead()
         if not batch.device:
@@ -197,7 +199,7 @@ class BatchCopies:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Of device memory whose copy has ended; of the oldest, behind a wait, if it is much."""
+        """Release device memory whose copy has ended; if too much is held, wait for the oldest."""
         while self._sending:
             batch, _, size = self._sending[0]
             assert batch.stored is not None
@@ -208,7 +210,7 @@ class BatchCopies:
                 self.counts["waits_for_room"] += 1
             self._sending.popleft()
             self._sending_bytes -= size
-            if batch.residence is not Residence.STORING:  # what was copied is not used
+            if batch.residence is not Residence.STORING:  # its copy is unused
                 self._give_host(batch)
                 continue
             for found in batch.ranges():
@@ -221,16 +223,17 @@ class BatchCopies:
     # ------------------------------------------------------------------ back
 
     def need(self, batch: Batch) -> None:
-        """Give all ranges of a batch their memory, and bring those before it back.
+        """Give all ranges of a batch their memory, and bring back the batches before it.
 
         Raises:
-            DeviceError: inside a CUDA graph capture.
+            DeviceError: called inside a CUDA graph capture.
             torch.OutOfMemoryError: the batch is still in host memory.
         """
         if self._backend.is_capturing():
             raise DeviceError(
-                "backward inside of a CUDA graph capture",
-                reason="its forward was outside, and what it saved is in host memory",
+                "backward inside a CUDA graph capture",
+                reason="its forward ran outside the capture, and its saved tensors are in "
+                "host memory",
                 remedy="capture forward and backward without an ActivationOffload",
             )
         self.collect()
@@ -240,7 +243,7 @@ class BatchCopies:
         if batch.residence is Residence.HOST:
             self._bring_back(batch)
         arrived = batch.arrived if batch.residence is Residence.FETCHING else None
-        batch.hand_out()  # a copy out may go on: what it reads is held until it has ended
+        batch.hand_out()  # a copy out may continue: its source is held until it has ended
         try:
             self._bring_back_before(batch)
         finally:
@@ -250,9 +253,9 @@ class BatchCopies:
     def _bring_back(self, batch: Batch) -> None:
         if self.is_closed:
             raise ClosedError(
-                "backward of what an ActivationOffload has moved",
-                reason="it was closed, and its host memory given up",
-                remedy="call close() when no backward is left",
+                "backward of activations that an ActivationOffload moved",
+                reason="it was closed, and its host memory was freed",
+                remedy="call close() after the last backward",
             )
         batch.drop_dead()
         batch.place([self._backend.allocate(memory.numel()) for memory in batch.host])
@@ -266,7 +269,6 @@ class BatchCopies:
             batch.start, batch.host = None, []
 
     def _bring_back_before(self, batch: Batch) -> None:
-        """Up to :data:`AHEAD`, if there is memory."""
         order, n_ahead = self._order, 0
         while order and ((last := order[-1]()) is None or last.residence is Residence.DEVICE):
             order.pop()
@@ -274,45 +276,45 @@ class BatchCopies:
             other = find()
             if other is None or other.index >= batch.index:
                 continue
-            if other.residence in (Residence.DEVICE, Residence.DIRTY):  # it was asked for, or stays
+            if other.residence in (Residence.DEVICE, Residence.DIRTY):  # it was needed, or stays
                 continue
             if n_ahead == AHEAD:
                 return
             n_ahead += 1
-            if other.residence is Residence.STORING:  # it need not go
+            if other.residence is Residence.STORING:  # it need not leave
                 other.residence = Residence.FETCHING
             elif other.residence is Residence.HOST:
                 try:
                     self._bring_back(other)
-                except torch.OutOfMemoryError:  # it may be there when the batch is needed
+                except torch.OutOfMemoryError:  # there may be memory when the batch is needed
                     return
 
     # ------------------------------------------------------------------ both
 
     def collect(self) -> None:
-        """Let go of what copies have ended for, and of what batches had that went."""
+        """Release memory of completed copies, and resources of dead batches."""
         if self._backend.is_capturing():
             return
         self._let_go()
         while self.dropped:
             place, fresh, back = self.dropped.pop()
-            if place is not None:  # later copies to it are behind on the same stream
+            if place is not None:  # later copies to it follow on the same stream
                 self.intervals.give(place)
             if back is not None:
                 self._backend.current_stream().wait(back)
             del fresh
 
     def live(self) -> list[Batch]:
-        """Batches that a backward may ask for; forgets the others."""
+        """Return batches that a backward may need; drops the others."""
         self.collect()
         batches = [batch for find in self._order if (batch := find()) is not None]
-        # Those that are still on their way out may have no range any more.
+        # Batches on their way out may have lost all ranges.
         found = [b for b in batches if any(b.ranges()) and b.residence is not Residence.DEVICE]
         self._order = [weakref.ref(batch) for batch in found]
         return found
 
     def close(self) -> None:
-        """Give the host memory up, when all copies have ended."""
+        """Free the host memory, after all copies have ended."""
         self.link.synchronize()
         self.collect()
         self.is_closed = True

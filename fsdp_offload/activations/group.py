@@ -1,8 +1,7 @@
-"""One group: hooks for what autograd saves while it is open.
+"""One group: hooks for tensors that autograd saves while it is open.
 
-With the first handle that backward asks for, all of a group does, on the stream that is current
-then. A range's memory goes with the last handle of it, or as late as the caller's graph does
-(``retain_graph``).
+The first handle that backward needs restores the whole group, on the current stream. A range's
+memory is freed with its last handle, or with the caller's graph (``retain_graph``).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from .store import Held, RowStore
 
 
 class SavedRows:
-    """What is away of one group, until it is restored."""
+    """The copied rows of one group, until they are restored."""
 
     def __init__(self, store: RowStore, capacity: int) -> None:
         self._store, self._capacity = store, capacity
@@ -32,7 +31,7 @@ class SavedRows:
         self.held: Held | None = None
 
     def add(self, rows: Rows) -> MemoryRange:
-        """A range that :attr:`held` is going to have."""
+        """Add a range, for :attr:`held`."""
         made = MemoryRange(self)
         self._ranges.append(weakref.ref(made))
         self._row_bytes.append(rows.row_bytes)
@@ -48,7 +47,7 @@ class SavedRows:
         words = self._store.restore(self.held, self._capacity, self._row_bytes)
         self.held = None
         for find, memory in zip(self._ranges, words, strict=True):
-            if (found := find()) is not None:  # else nobody will ask for it
+            if (found := find()) is not None:  # else no handle needs it
                 found.words = memory
 
     def __del__(self) -> None:
@@ -64,29 +63,29 @@ class StashGroup:
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         self._handles: list[weakref.ref[SavedTensor]] = []
         self._asked_to_keep: list[Tensor] = []
-        self._outer: Saver | None = None  # an ActivationOffload's, which gets what is kept
+        self._outer: Saver | None = None  # an ActivationOffload's, which gets kept tensors
         self._capacity = 0
         self._count: Tensor | None = None
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def rows(self, x: Tensor, count: Tensor) -> None:
-        """Say how many rows exist. Once per group, anywhere inside of it.
+        """Set how many rows are in use. Call it once per group, anywhere inside.
 
         Args:
             x: a buffer on the stash's device; ``x.shape[0]`` is the capacity.
-            count: integer, one element, on the same device: the first so many rows of ``x``, and
-                of all that is computed from it row by row, exist. It is not written before the
-                group closes.
+            count: integer tensor with one element on the same device: that many leading rows of
+                ``x``, and of all tensors computed from it row by row, are in use. Nothing may write
+                it before the group closes.
 
         Raises:
-            ConfigError: one of them is something else.
-            ActivationError: it was said before.
+            ConfigError: an argument is something else.
+            ActivationError: called twice in one group.
         """
         if self._count is not None:
             raise ActivationError(
-                "rows() twice in one group",
+                "rows() called twice in one group",
                 reason="a group has one capacity",
-                remedy="use a group for each buffer",
+                remedy="open one group per buffer",
             )
         _check_buffer(x, self._store.device)
         _check_count(count, self._store.device)
@@ -94,8 +93,8 @@ class StashGroup:
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def keep(self, *tensors: Tensor) -> None:
-        """Leave these, and all other views of their memory, as they are: a floating tensor whose
-        rows beyond the count are read, for instance."""
+        """Keep these tensors, and all other views of their memory, whole; for example a floating
+        tensor whose rows beyond the count are read."""
         self._asked_to_keep += tensors
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -107,8 +106,8 @@ class StashGroup:
         if hook is not None and self._outer is None and not self._store.is_open:
             self._store.counts["inactive_groups"] += 1
             self._store.log_once(
-                "PagedStash: a group inside of activation checkpointing or of other hooks for "
-                "saved tensors does nothing"
+                "PagedStash: a group does nothing inside activation checkpointing or "
+                "other hooks for saved tensors"
             )
             return self
         self._store.open()
@@ -122,11 +121,11 @@ class StashGroup:
         self.leave(takes=error is None)
 
     def leave(self, *, takes: bool) -> None:
-        """The end; ``takes``: copy away what was saved, else it stays as it is."""
+        """Close the group; ``takes``: copy saved tensors away, else keep them."""
         if self._hooks is None:
             return
         self._hooks.__exit__(None, None, None)
-        self._hooks = None  # it has a method of this group
+        self._hooks = None  # it holds a method of this group
         self._store.is_open = False
         handles = [handle for find in self._handles if (handle := find()) is not None]
         self._handles.clear()
@@ -148,11 +147,10 @@ class StashGroup:
         return handle
 
     def _close(self, handles: list[SavedTensor]) -> None:
-        """Copy away what is taken of the saved tensors, and let go of them."""
         if self._count is None:
             raise ActivationError(
                 "a group without rows()",
-                reason="nothing says how many rows exist",
+                reason="the stash does not know how many rows are in use",
                 remedy="call group.rows(buffer, count) inside, or pass both to group()",
             )
         for handle in handles:
@@ -185,7 +183,6 @@ class StashGroup:
 
 
 def _words(tensor: Tensor, rows: Rows, capacity: int) -> Tensor:
-    """All rows as int64, 1-D."""
     made = torch.empty(0, dtype=torch.int64, device=tensor.device)
     numel = capacity * rows.row_bytes // 8
     return made.set_(tensor.untyped_storage(), rows.start_bytes // 8, (numel,), (1,))
@@ -196,7 +193,7 @@ def _check_buffer(x: object, device: torch.device) -> None:
         what = f"{tuple(x.shape)} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
         raise ConfigError(
             f"rows of {what}",
-            reason="not a tensor with rows on the stash's device",
+            reason="x must be a tensor with rows on the stash's device",
             remedy=f"pass the buffer whose dim 0 is the capacity, on {device}",
         )
 
@@ -213,13 +210,13 @@ def _check_count(count: object, device: torch.device) -> None:
         what = f"a count of type {type(count).__name__}"
     raise ConfigError(
         what,
-        reason="not an integer tensor of one element on the stash's device",
-        remedy="pass what the dispatcher has on the device, such as counts.sum()",
+        reason="a count is an integer tensor with one element on the stash's device",
+        remedy="pass the dispatcher's count on the device, such as counts.sum()",
     )
 
 
 class Attachment:
-    """Groups by hooks on modules, for models whose source one cannot edit: the hooks of
+    """Makes groups by hooks on modules, for models whose source cannot change: the hooks of
     :meth:`.PagedStash.attach`."""
 
     def __init__(
@@ -238,7 +235,7 @@ class Attachment:
         ]
 
     def remove(self) -> None:
-        """Take the hooks away. Idempotent."""
+        """Remove the hooks. Idempotent."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -257,5 +254,5 @@ class Attachment:
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         group, self._group = self._group, None
-        if group is not None:  # without output forward raised, or no backward can come from it
+        if group is not None:  # without output, forward raised, or no backward can follow
             group.leave(takes=output is not None)

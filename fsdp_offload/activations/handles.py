@@ -1,10 +1,10 @@
-"""What autograd's graph has in the place of saved tensors, wherever their memory is.
+"""Handles that autograd's graph holds instead of saved tensors, wherever their memory is.
 
-A node of autograd's graph holds its saved tensors' handles, and both hooks as long as those. So
-neither a hook nor a handle may lead back to the node: a kept tensor is detached, a handle knows its
-memory range and that knows what it was saved with, which knows ranges only weakly. All go by
-reference count then. A finalizer makes no call to the device, because it may run in any thread,
-during a capture, too: it appends to a list, which is worked off later.
+A node of autograd's graph holds the handles of its saved tensors, and both hooks as long as those.
+So neither a hook nor a handle may refer back to the node: a kept tensor is detached; a handle
+refers to its memory range, and that to its batch or group, which refers to ranges only weakly.
+Reference counts then free all of them. A finalizer makes no device calls, because it may run in any
+thread, even during a capture: it appends to a list for later.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Restorable(Protocol):
 
 
 class MemoryRange:
-    """Memory that several saved tensors may view."""
+    """Memory that several saved tensors may share."""
 
     __slots__ = ("__weakref__", "saved", "words")
 
@@ -36,7 +36,7 @@ class MemoryRange:
         self.words: Tensor | None = None  # restored
 
     def restored(self) -> Tensor:
-        """1-D, of any dtype."""
+        """Return its memory, 1-D, of any dtype."""
         if self.words is None:
             self.saved.restore()
         assert self.words is not None
@@ -44,29 +44,29 @@ class MemoryRange:
 
 
 class SavedTensor:
-    """What autograd's graph has in the place of a saved tensor."""
+    """The handle that autograd's graph holds instead of a saved tensor."""
 
     __slots__ = ("__weakref__", "memory", "tensor", "version", "view")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor: Tensor | None = tensor  # until it is known where it goes, or if it is kept
+        self.tensor: Tensor | None = tensor  # until its place is decided, or if it is kept
         self.version = tensor._version
         self.memory: MemoryRange | None = None
         self.view: View | None = None
 
     def keep(self) -> None:
-        """The tensor stays, without the history that would lead back to this handle."""
+        """Keep the tensor, without the history that would refer back to this handle."""
         if self.tensor is not None and self.tensor.grad_fn is not None:
             self.tensor = self.tensor.detach()
 
     def take(self, memory: MemoryRange, view: View) -> None:
-        """The tensor is a view of a range that is copied away."""
+        """Replace the tensor by a view of a range that is copied away."""
         self.tensor, self.memory, self.view = None, memory, view
 
     def check_version(self) -> None:
         """
         Raises:
-            ActivationError: the tensor was written in place since it was saved.
+            ActivationError: an in-place operation wrote to the tensor after it was saved.
         """
         tensor = self.tensor
         if tensor is not None and tensor._version != self.version:
@@ -74,16 +74,16 @@ class SavedTensor:
 
 
 def unpack(handle: SavedTensor) -> Tensor:
-    """The saved tensor: the hook for all handles."""
+    """Return the saved tensor: the unpack hook of all handles."""
     if handle.memory is not None and handle.view is not None:
         return handle.view.over(handle.memory.restored())
-    handle.check_version()  # which torch leaves to hooks, where there are some
+    handle.check_version()  # torch leaves this check to hooks
     assert handle.tensor is not None
     return handle.tensor
 
 
 class Saver:
-    """Takes saved tensors; what a group inside of it keeps, too."""
+    """Takes saved tensors, including those that a group inside keeps."""
 
     def save(self, handle: SavedTensor) -> None:
         """Take the handle's tensor, or let the handle keep it."""
@@ -97,15 +97,15 @@ class Saver:
 
     @staticmethod
     def behind(hook: object) -> Saver | None:
-        """Whose :meth:`pack` a hook is."""
+        """Return the saver whose :meth:`pack` is ``hook``, if any."""
         owner = getattr(hook, "__self__", None)
         return owner if isinstance(owner, Saver) else None
 
 
 def written_error(shape: torch.Size, dtype: torch.dtype) -> ActivationError:
-    """Of a saved tensor that changed while it was needed."""
+    """Build the error for a saved tensor that changed while it was needed."""
     return ActivationError(
         f"a saved tensor of shape {tuple(shape)}, {dtype}",
-        reason="it was written in place after an operation had saved it for its backward",
-        remedy="use an operation that is not in place",
+        reason="an in-place operation changed it after it was saved for backward",
+        remedy="use the out-of-place operation",
     )

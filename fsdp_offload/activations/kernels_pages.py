@@ -1,7 +1,7 @@
-"""Triton kernels of pages: claim, move, release. In torch operations: pages_plain.py.
+"""Triton kernels for pages: claim, move, release. pages_plain.py has them in torch operations.
 
-Capacity, bytes of rows, addresses and grids are the same at each launch of a group; how many rows
-and pages there are is read on the device.
+Capacity, row bytes, addresses and grids are the same at each launch of a group; the kernels read
+the numbers of rows and pages on the device.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .pages import MOST_RANGES, NEAR, ROWS, TOTAL, PagePool, PageTable
 CAN_CAPTURE: Final = True
 
 PROGRAMS: Final = 264
-"""Two per multiprocessor: 92 % of ``copy_`` on an H200, where 132 reach 80 %."""
+"""Two per multiprocessor: 92 % of the speed of ``copy_`` on an H200; 132 reach 80 %."""
 TILE: Final = 2048
-"""Words that a program has on their way: four accesses of 16 bytes per thread."""
+"""Words that a program moves at a time: four accesses of 16 bytes per thread."""
 BLOCK: Final = 1024
 _TOTAL: tl.constexpr = tl.constexpr(TOTAL)
 _NEAR: tl.constexpr = tl.constexpr(NEAR)
@@ -31,7 +31,6 @@ _ROWS: tl.constexpr = tl.constexpr(ROWS)
 
 @triton.jit
 def _push(free, pages, total, near, near_free, far_free, n_near, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Put a table's pages on the stacks, last ones first."""
     for start in range(0, total, BLOCK):
         j = start + tl.arange(0, BLOCK)
         far_at = n_near + far_free + (total - near) - 1 - (j - near)
@@ -48,7 +47,7 @@ def _claim(  # type: ignore[no-untyped-def]
     near_free, far_free = tl.load(tops), tl.load(tops + 1)
     held, held_near = tl.load(record + _TOTAL), tl.load(record + _NEAR)
     rows = tl.load(count).to(tl.int64)
-    tl.debug_barrier()  # every warp has read what is written below
+    tl.debug_barrier()  # until every warp has read what is overwritten below
     _push(free, pages, held, held_near, near_free, far_free, n_near, BLOCK)
     near_free += held_near
     far_free += held - held_near
@@ -114,7 +113,7 @@ def _move(  # type: ignore[no-untyped-def]
     r0, r1, r2, r3, r4, r5, r6, r7,
     OUT: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Programs take tiles of pages in turns; WORDS of 8 bytes are a page."""
+    """Move tiles of pages, assigned to programs in turn; a page has WORDS words of 8 bytes."""
     total, rows = tl.load(record + _TOTAL), tl.load(record + _ROWS)
     TILES: tl.constexpr = WORDS // TILE
     for unit in range(tl.program_id(0), total * TILES, tl.num_programs(0)):
@@ -149,14 +148,14 @@ def claim(
     capacity: int,
     row_bytes: Sequence[int],
 ) -> None:
-    """See :func:`.pages_plain.claim`."""
+    """As :func:`.pages_plain.claim`."""
     operands = (count, pool.tops, pool.free, table.pages, table.record, pool.flags)
     integers = (capacity, pool.n_near, pool.n_far, *_eight(row_bytes))
     _CLAIM.launch(1, operands, integers, PAGE=pool.page_bytes, BLOCK=BLOCK)
 
 
 def release(pool: PagePool, table: PageTable) -> None:
-    """See :func:`.pages_plain.release`."""
+    """As :func:`.pages_plain.release`."""
     operands = (pool.tops, pool.free, table.pages, table.record)
     _RELEASE.launch(1, operands, (pool.n_near,), BLOCK=BLOCK)
 
@@ -168,7 +167,7 @@ def move(
     row_bytes: Sequence[int],
     out: bool,
 ) -> None:
-    """See :func:`.pages_plain.move`."""
+    """As :func:`.pages_plain.move`."""
     memories = (*words, *(words[0],) * (MOST_RANGES - len(words)))
     far = pool.far if pool.n_far else pool.near
     operands = (*memories, pool.near, far, table.pages, table.record)

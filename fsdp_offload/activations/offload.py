@@ -1,4 +1,4 @@
-"""``ActivationOffload``: what autograd saves, in host memory until its backward."""
+"""``ActivationOffload``: move what autograd saves to host memory until its backward."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ from .selection import ByteRange, View, span_or_reason
 _log = logging.getLogger("fsdp_offload")
 
 BATCH_BYTES: Final = 64 * MIB
-"""That are copied together, at least: a link needs 4 MiB to be quick."""
+"""Least bytes that are copied together: a link needs 4 MiB to be fast."""
 LEAST_BYTES: Final = MIB // 4
-"""Of a memory range: a smaller one takes longer to enqueue than to copy."""
+"""Least bytes of a memory range: a smaller one takes longer to enqueue than to copy."""
 
 
 @dataclass(frozen=True)
 class OffloadStatistics:
-    """What an :class:`ActivationOffload` has done and holds."""
+    """Counters and memory of an :class:`ActivationOffload`."""
 
-    iterations: int  # begun: entered while nothing was away
-    inactive: int  # entered inside of activation checkpointing or other hooks: it did nothing
-    taken: int  # saved tensors of batches
-    ranges: int  # memory ranges that they were views of
-    kept: dict[str, int]  # saved tensors that stayed as they are, by reason
+    iterations: int  # entered while nothing was offloaded
+    inactive: int  # entered inside activation checkpointing or other hooks: no effect
+    taken: int  # saved tensors that went into batches
+    ranges: int  # memory ranges of these tensors
+    kept: dict[str, int]  # saved tensors that stayed on the device, by reason
     kept_bytes: dict[str, int]
-    full_batches: int  # that stayed on the device, because host memory was full
-    live_batches: int  # whose backward has not come
+    full_batches: int  # batches that stayed on the device, because host memory was full
+    live_batches: int  # batches before their backward
     sent_bytes: int  # to host memory
     returned_bytes: int
-    waits_for_room: int  # batches that the device waited for, because too much was on its way
-    host_bytes: int  # of host memory
+    waits_for_room: int  # times the device waited, because copies held too much memory
+    host_bytes: int  # page-locked memory taken
     used_host_bytes: int  # now
     most_host_bytes: int
-    host_bytes_by_holder: dict[str, int]  # of all that this process holds; host_memory= bounds it
+    host_bytes_by_holder: dict[str, int]  # of this whole process; host_memory= bounds the sum
 
 
 class _Known(NamedTuple):
-    """A span that was seen in this iteration."""
+    """A span seen in this iteration."""
 
     storage: weakref.ref[torch.UntypedStorage]
     span: ByteRange
@@ -63,7 +63,7 @@ class _Known(NamedTuple):
 
 
 class ActivationOffload(Saver):
-    """Moves what autograd saves to host memory, beside the forward, and back beside the backward.
+    """Moves what autograd saves to host memory during the forward, and back during the backward.
 
     Example::
 
@@ -74,18 +74,18 @@ class ActivationOffload(Saver):
             loss.backward()
 
     Args:
-        host_memory: page-locked memory of this rank, taken at once. What it has no room for stays
-            on the device.
-        share: of what can be moved, from 0 to 1: 1.0: all; 0.5: every second batch.
-        device: where the model computes; ``None``: the current one.
-        inflight_bytes: device memory that may be held for copies that have not ended. The device
-            waits for the oldest if it is more.
-        transfer: how to obtain host memory.
+        host_memory: page-locked memory of this rank, allocated at once. Tensors that do not fit
+            stay on the device.
+        share: share of batches to move, from 0 to 1; 0.5 moves every second one.
+        device: the model's device; ``None``: the current one.
+        inflight_bytes: device memory that running copies may hold. Beyond that, the device waits
+            for the oldest.
+        transfer: how to allocate host memory.
 
     Raises:
         ConfigError: an argument is wrong.
-        DeviceError: the device cannot be used here.
-        HostMemoryError, PinningError: no room; nothing was taken.
+        DeviceError: torch cannot use the device here.
+        HostMemoryError, PinningError: not enough host memory; nothing was taken.
     """
 
     def __init__(
@@ -126,12 +126,12 @@ class ActivationOffload(Saver):
             self._counts["inactive"] += 1
             if self._counts["inactive"] == 1:
                 _log.info(
-                    "ActivationOffload: entered inside of activation checkpointing or of other "
-                    "hooks for saved tensors, it does nothing"
+                    "ActivationOffload: does nothing inside activation checkpointing or "
+                    "other hooks for saved tensors"
                 )
             return self
         if not self._copies.live():
-            self._begin_iteration()  # or go on with one that has saved nothing
+            self._begin_iteration()  # or continue one that has saved nothing
         hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
         hooks.__enter__()
         self._hooks.append(hooks)
@@ -154,14 +154,14 @@ class ActivationOffload(Saver):
         self._thread = self._thread or threading.get_ident()
         if self._thread != threading.get_ident():
             raise ActivationError(
-                "an ActivationOffload in another thread than before",
-                reason="batches are in the order of one stream",
-                remedy="use one of its own in each thread",
+                "an ActivationOffload used in a second thread",
+                reason="batches follow the order of one stream",
+                remedy="use one ActivationOffload per thread",
             )
         if self._backend.is_capturing():
             raise DeviceError(
                 "an ActivationOffload inside a CUDA graph capture",
-                reason="where batches go is decided by the host, in each iteration anew",
+                reason="the host decides in each iteration where batches go",
                 remedy="capture without it; a PagedStash can be captured",
             )
 
@@ -192,11 +192,11 @@ class ActivationOffload(Saver):
             self._copies.send()
 
     def _range_of(self, tensor: Tensor, span: ByteRange) -> tuple[SavedRange, ByteRange]:
-        """The range that a span lies in, which is new or was taken before."""
+        """Return the range that contains a span, a new one or a known one."""
         storage = tensor.untyped_storage()
         entries = self._known.setdefault(storages.identity(storage), [])
         if entries and entries[0].storage() is not storage:
-            entries.clear()  # of another storage, which is gone
+            entries.clear()  # entries of a dead storage
         for known in entries:
             is_inside = known.span[0] <= span[0] and span[1] <= known.span[1]
             if is_inside and known.version == tensor._version:
@@ -210,7 +210,7 @@ class ActivationOffload(Saver):
     # ------------------------------------------------------------------ the rest
 
     def statistics(self) -> OffloadStatistics:
-        """See :class:`OffloadStatistics`. Lets go of device memory whose copies have ended."""
+        """Return counters and memory. Also releases device memory whose copies have ended."""
         copies, own = self._copies, ("iterations", "inactive", "taken", "ranges")
         live = len(copies.live())
         others = ("full_batches", "waits_for_room")
@@ -229,15 +229,15 @@ class ActivationOffload(Saver):
         )
 
     def close(self) -> None:
-        """Give the host memory up. Idempotent. A backward that needs it raises."""
+        """Free the host memory. Idempotent. A backward that needs it raises."""
         if not self._is_closed:
             self._is_closed = True
             self._copies.close()
 
 
 def _is_moved(share: float, number: int) -> bool:
-    # Spread over the forward: the first batches in a row would queue up on the link, and be needed
-    # in a row at backward's end.
+    # Moved batches are spread over the forward. If the first ones moved, they would queue up on the
+    # link, and all be needed at the end of the backward.
     return int((number + 1) * share) > int(number * share)
 
 
@@ -245,12 +245,12 @@ def _check(host_memory: object, n_bytes: int, share: object) -> None:
     if not n_bytes:
         raise ConfigError(
             f"host_memory={host_memory!r}",
-            reason="nothing can be moved",
+            reason="nothing can move without host memory",
             remedy='give a size such as "48GiB", or use no ActivationOffload',
         )
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
         raise ConfigError(
             f"share={share!r}",
-            reason="it is no number from 0 to 1",
-            remedy="use 1.0 to move all",
+            reason="it must be a number from 0 to 1",
+            remedy="use 1.0 to move everything",
         )

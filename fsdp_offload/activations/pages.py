@@ -1,15 +1,15 @@
-"""Pages of one pool of bytes: which are free, and which a group has. All of it is on the device.
+"""Track the free pages of one pool, and the pages of each group, on the device.
 
-How many rows exist is a number on the device. So a group's pages are claimed, filled, read and
-released by kernels (kernels_pages.py) whose arguments never change: a CUDA graph replays them.
-Free pages are two stacks of ids, one for the device's memory (near) and one for the host's (far).
-Where groups come back in the opposite order, the stacks are then as they were, bit for bit.
+The number of rows in use is known only on the device. So kernels (kernels_pages.py) whose arguments
+never change claim, fill, read and release a group's pages, and a CUDA graph replays them. Free
+pages are two stacks of ids, one for device memory (near) and one for host memory (far). If groups
+are restored in reverse order, the stacks end as they began, bit for bit.
 
-A claim first releases what its table still holds, so a graph whose forward is replayed without its
-backward loses no pages. A table that a capture has used belongs to that graph for good: were it
-used outside, too, a replay would release pages of a group that is live. Those for captures are made
-before any capture, because what a capture allocates starts with any content at each replay.
-Other tables are made at first use, and used again.
+A claim first releases the pages that its table still holds, so a graph whose forward is replayed
+without its backward loses no pages. A table that a capture has used belongs to that graph for good:
+if others used it, a replay would release pages of a live group. Tables for captures are made before
+any capture, because memory that a capture allocates has arbitrary content at each replay. Other
+tables are made on first use, and reused.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from ..core.errors import ActivationError
 from ..link import HostRange
 
 MOST_RANGES: Final = 8
-"""Memory ranges that one table has pages of."""
+"""Memory ranges per table."""
 RECORD_NUMEL: Final = 16
-"""Of a record: the number of the first page of each range, then what follows."""
+"""Elements of a record: the first page number of each range, then the places below."""
 TOTAL, NEAR, ROWS = 8, 9, 10
-"""Places in a record: pages, near ones of them, rows."""
+"""Places in a record: all pages, near pages, rows."""
 OVERFLOWS, INVALID, INVALID_ROWS, MOST_NEAR, MOST_FAR = range(5)
-"""Of the flags: how often, a count that was, the most pages in use."""
+"""Places in the flags: overflows, invalid counts, the rows of one, and the most pages in use."""
 FLAGS_NUMEL: Final = 8
 
 
 @dataclass(frozen=True, eq=False)
 class PageTable:
-    """Device memory in which a group's pages are written down."""
+    """Device memory that lists a group's pages."""
 
     record: Tensor
     """int64 of :data:`RECORD_NUMEL`."""
     pages: Tensor
-    """int32: ids of pages; below the number of near pages they are those."""
+    """int32: ids of pages; ids below the number of near pages are near."""
     is_captured: bool
 
 
@@ -54,9 +54,9 @@ class PagePool:
     Args:
         backend: of the device.
         page_bytes: a power of two.
-        near: int64, 1-D, contiguous, on the device: whole pages, at least one.
+        near: int64, 1-D, contiguous, on the device: at least one whole page.
         kernels: as of :func:`.pages_plain.page_kernels`.
-        arena: memory of the far pages; None: there are none.
+        arena: memory of the far pages; None without far pages.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class PagePool:
     ) -> None:
         self.page_bytes, self.page_words = page_bytes, page_bytes // 8
         self.near, self.far = near, near[:0]
-        self._arena = arena  # a tensor over it would keep it mapped, but not page-locked
+        self._arena = arena  # a tensor over it keeps it mapped, but not page-locked
         if arena is not None:
             self.far = arena.tensor(0, arena.n_bytes // 8, torch.int64)
         self.n_near, self.n_far = (
@@ -87,7 +87,7 @@ class PagePool:
 
     @property
     def can_capture(self) -> bool:
-        """Whether its work can be replayed by a graph."""
+        """Whether a CUDA graph can replay its work."""
         return bool(self.kernels.CAN_CAPTURE)
 
     def add_tables(self, count: int, n_pages: int) -> None:
@@ -101,10 +101,10 @@ class PagePool:
         return PageTable(record, pages, is_captured)
 
     def take_table(self, n_pages: int, *, to_capture: bool) -> PageTable:
-        """A table for up to ``n_pages`` pages, or for all there are.
+        """Take a table for up to ``n_pages`` pages, or for all pages of the pool.
 
         Raises:
-            ActivationError: none that a capture could use is left.
+            ActivationError: no table for captures is left.
         """
         n_pages = min(n_pages, self.n_near + self.n_far)
         if not to_capture:
@@ -116,21 +116,21 @@ class PagePool:
         if not self._tables_to_capture or self._tables_to_capture[-1].pages.numel() < n_pages:
             raise ActivationError(
                 f"a group of up to {n_pages} pages inside a CUDA graph capture",
-                reason="no page table for it is left, and a capture can make none",
-                remedy="call prepare(captured_groups=...) with the number of groups of all "
-                "captures, after an iteration with the largest buffers",
+                reason="the prepared page tables are used up, and a capture cannot allocate one",
+                remedy="run an iteration with the largest buffers, then "
+                "prepare(captured_groups=...) for the groups of all captures",
             )
         table = self._tables_to_capture.pop()
-        self._captured.append(table)  # replays go on using its memory
+        self._captured.append(table)  # replays keep using its memory
         return table
 
     def give_table(self, table: PageTable) -> None:
-        """Its pages were released."""
+        """Return a table whose pages were released."""
         if not table.is_captured:
             self._tables.append(table)
 
     def try_out(self, capacity: int, row_bytes: Sequence[int]) -> None:
-        """Launch each kernel as for such a group, with no rows."""
+        """Launch each kernel for such a group without rows, so that it is compiled."""
         table, words = self._new_table(1), [self.near] * len(row_bytes)
         for dtype in (torch.int64, torch.int32):
             count = torch.zeros(1, dtype=dtype, device=self.device)
@@ -140,5 +140,5 @@ class PagePool:
         self.kernels.release(self, table)
 
     def n_free(self) -> int:
-        """Pages that could be claimed. The host waits for the device."""
+        """Return the number of free pages. The host waits for the device."""
         return int(self.tops.sum())

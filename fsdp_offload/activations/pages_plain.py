@@ -1,4 +1,4 @@
-"""What kernels_pages.py does, in torch operations: the host waits for each count."""
+"""As kernels_pages.py, in torch operations: the host waits for each count."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def claim(
     capacity: int,
     row_bytes: Sequence[int],
 ) -> None:
-    """Take pages for rows of several ranges, near ones first: all, or none and a flag is raised.
+    """Claim pages for rows of several ranges, near ones first: all, or none with a flag set.
 
     Args:
         pool: that has them.
-        table: what it still holds is released before.
-        count: integer, one element, on the device: how many rows exist. Below 0 or above
-            ``capacity``: none are taken, and the flag for that is raised.
-        capacity: how many rows there can be.
-        row_bytes: of each range; up to :data:`.MOST_RANGES`.
+        table: first releases the pages that it still holds.
+        count: integer tensor with one element on the device: rows in use. Below 0 or above
+            ``capacity``, it claims none and sets the flag for that.
+        capacity: the most rows.
+        row_bytes: bytes per row of each range; up to :data:`.MOST_RANGES`.
     """
     release(pool, table)
     rows, page_bytes = int(count), pool.page_bytes
@@ -73,7 +73,7 @@ def claim(
 
 
 def release(pool: PagePool, table: PageTable) -> None:
-    """Put a table's pages back. Again: nothing."""
+    """Return a table's pages to the pool. Idempotent."""
     total, near = table.record[TOTAL : NEAR + 1].tolist()
     near_free, far_free = pool.tops.tolist()
     ids, far_at = table.pages[:total], pool.n_near + far_free
@@ -90,14 +90,14 @@ def move(
     row_bytes: Sequence[int],
     out: bool,
 ) -> None:
-    """Copy the rows that exist into the pages (``out``), or back.
+    """Copy the rows in use into the pages (``out``), or back.
 
     Args:
         pool: that has them.
-        table: claimed.
+        table: with claimed pages.
         words: int64, one per range, with all rows.
-        row_bytes: of each range.
-        out: which way.
+        row_bytes: bytes per row of each range.
+        out: direction.
     """
     for inside, page in _places(pool, table, words, row_bytes):
         if out:
@@ -109,7 +109,6 @@ def move(
 def _places(
     pool: PagePool, table: PageTable, words: Sequence[Tensor], row_bytes: Sequence[int]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Memory of the rows, and what it is in the pool, page by page."""
     record = table.record.tolist()
     ids = table.pages[: record[TOTAL]].tolist()
     for index, (memory, each) in enumerate(zip(words, row_bytes, strict=True)):

@@ -1,11 +1,11 @@
-"""Which saved tensors are taken, and what of their memory is copied: pure functions.
+"""Choose saved tensors to take, and the memory to copy. Pure functions.
 
-A tensor is taken if its dim 0 is the group's, so that row ``i`` of it is row ``i`` of the buffer.
-What is copied are whole rows of the memory that it views: ``gate`` and ``up``, two chunks of one
-tensor, have the same :class:`Rows`, which are copied once. Rows beyond the count are not copied, so
-a parameter, whose rows all count, must never be taken: not as it is, not as a view, not as a cast.
+A group takes a tensor if its dim 0 is the group's, so that its row ``i`` is row ``i`` of the
+buffer. It copies whole rows of the memory that the tensor views: ``gate`` and ``up``, two chunks of
+one tensor, have the same :class:`Rows`, which are copied once. Rows beyond the count are not
+copied, so a group must never take a parameter, whose rows all count, nor a view or a cast of one.
 
-What is copied to the host is what a tensor spans, or all of what it is a chunk of: query, key and
+Copies to the host take the span of a tensor, or of the tensor that it is a chunk of: query, key and
 value, interleaved in one product, have the same :class:`ByteRange`.
 """
 
@@ -24,19 +24,19 @@ ALIGNMENT: Final = 16
 
 
 class Rows(NamedTuple):
-    """As many rows as the buffer has, one behind the other, in one storage."""
+    """As many rows as the buffer has, contiguous in one storage."""
 
     start_bytes: int
-    """From the storage's beginning; its address is a multiple of :data:`ALIGNMENT`."""
+    """Offset in the storage; the address is a multiple of :data:`ALIGNMENT`."""
     row_bytes: int
-    """Likewise a multiple."""
+    """A multiple of :data:`ALIGNMENT`, too."""
 
 
 class ByteRange(NamedTuple):
     """Bytes of one storage."""
 
     start_bytes: int
-    """A multiple of :data:`ALIGNMENT`, so that views of other memory are aligned alike."""
+    """A multiple of :data:`ALIGNMENT`, so that views of other memory have the same alignment."""
     end_bytes: int
 
 
@@ -47,16 +47,16 @@ class View(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     offset_bytes: int
-    """From the beginning of those."""
+    """Offset in them."""
 
     @classmethod
     def of(cls, tensor: Tensor, whole: Rows | ByteRange) -> View:
-        """The view that ``tensor`` is."""
+        """Describe ``tensor`` as a view."""
         offset_bytes = int(tensor.storage_offset()) * tensor.itemsize - whole.start_bytes
         return cls(tensor.dtype, tensor.size(), tensor.stride(), offset_bytes)
 
     def over(self, words: Tensor) -> Tensor:
-        """The same view of other memory (1-D)."""
+        """Make the same view of other memory (1-D)."""
         made = torch.empty(0, dtype=self.dtype, device=words.device)
         start_bytes = int(words.storage_offset()) * words.itemsize
         offset = (start_bytes + self.offset_bytes) // self.dtype.itemsize
@@ -64,12 +64,12 @@ class View(NamedTuple):
 
 
 def rows_or_reason(tensor: Tensor, capacity: int, device: torch.device) -> Rows | str:
-    """What of a saved tensor is copied, or why it is kept as it is.
+    """Return the rows to copy of a saved tensor, or the reason to keep it.
 
     Args:
         tensor: as autograd saves it.
         capacity: dim 0 of the group's buffer.
-        device: of the stash.
+        device: the stash's.
     """
     if (reason := _reason(tensor, device)) is not None:
         return reason
@@ -85,12 +85,12 @@ def rows_or_reason(tensor: Tensor, capacity: int, device: torch.device) -> Rows 
 
 
 def span_or_reason(tensor: Tensor, device: torch.device, least_bytes: int) -> ByteRange | str:
-    """As :func:`rows_or_reason`, of a tensor whose elements all count.
+    """As :func:`rows_or_reason`, for a tensor whose elements all count.
 
     Args:
         tensor: as autograd saves it.
-        device: that is copied from.
-        least_bytes: of a span that is worth a copy.
+        device: the source's.
+        least_bytes: smallest span worth a copy.
     """
     if (reason := _reason(tensor, device)) is not None:
         return reason
@@ -104,8 +104,8 @@ def span_or_reason(tensor: Tensor, device: torch.device, least_bytes: int) -> By
 
 
 def _span_of(tensor: Tensor) -> tuple[int, int]:
-    """Of the tensor itself, if it has no gaps; else of the tensor that it views, or of its whole
-    storage, if that is not much more."""
+    """Return the span of the tensor if it has no gaps; else of the tensor that it views, or of its
+    whole storage, if that is not much larger."""
     start, end = own = _extent(tensor)
     if end - start > tensor.numel() * tensor.itemsize:
         base = tensor._base
@@ -117,14 +117,13 @@ def _span_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """From the first element's first byte to the last one's end."""
     start = int(tensor.storage_offset())
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return start * tensor.itemsize, (start + last + 1) * tensor.itemsize
 
 
 def _reason(tensor: Tensor, device: torch.device) -> str | None:
-    """Why a saved tensor is kept, however large it is."""
+    """Return the reason to keep a saved tensor regardless of its size."""
     if _is_of_parameter(tensor):
         return "a parameter"
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_neg():
@@ -137,7 +136,7 @@ def _reason(tensor: Tensor, device: torch.device) -> str | None:
 
 
 def _rows_of(tensor: Tensor, capacity: int) -> Rows | None:
-    """Of the tensor itself, else of the tensor that it views, else of its whole storage."""
+    """Return rows of the tensor itself, else of the tensor that it views, else of its storage."""
     start, end = _extent(tensor.detach()[0])
     if tensor.is_contiguous():
         return Rows(start, end - start)
@@ -150,16 +149,16 @@ def _rows_of(tensor: Tensor, capacity: int) -> Rows | None:
 
 
 def _is_of_parameter(tensor: Tensor) -> bool:
-    """Whether it is a parameter, a view of one, or computed of one alone with as many elements: in
-    another dtype or as local tensor (a DTensor's), which autocast and expert parallelism save, or
-    by other operations of one input (``p.exp()``), whose rows all count as well."""
+    """Whether it is a parameter, a view of one, or computed from one alone with as many elements: a
+    cast or a DTensor's local tensor, which autocast and expert parallelism save, or another
+    operation of one input (``p.exp()``). All their rows count."""
     base = tensor if tensor._base is None else tensor._base
     if isinstance(base, nn.Parameter):
         return True
     node = base.grad_fn
     while node is not None and len(node.next_functions) == 1:
         node = node.next_functions[0][0]
-    parameter = getattr(node, "variable", None)  # of a node that accumulates a gradient
+    parameter = getattr(node, "variable", None)  # set on nodes that accumulate a gradient
     if not isinstance(parameter, nn.Parameter):
         return False
     return math.prod(dtensor.local(parameter).shape) == base.numel()

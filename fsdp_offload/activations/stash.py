@@ -1,4 +1,4 @@
-"""``PagedStash``: what autograd saves of buffers that are not full, in pages of what is used."""
+"""``PagedStash``: keep what autograd saves of partly filled buffers in pages of used rows."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ T = TypeVar("T")
 
 LEAST_PAGE_BYTES: Final = 128
 UNRECORDED_GROUPS: Final = 64
-"""For which captures find page tables, if nothing was recorded."""
+"""Groups that get page tables for captures if nothing was recorded."""
 
 
 @dataclass(frozen=True)
 class StashStatistics:
-    """What a stash has done and holds. Of graphs' replays only pages and overflows are known."""
+    """Counters and memory of a stash. Graph replays only count pages and overflows."""
 
-    groups: int  # closed ones, captured ones among them
-    exact_groups: int  # of these: whose rows were kept outside of the pool
-    inactive_groups: int  # inside of activation checkpointing or other hooks: they did nothing
+    groups: int  # closed groups, including captured ones
+    exact_groups: int  # of these, with rows outside the pool
+    inactive_groups: int  # inside activation checkpointing or other hooks: no effect
     repeats: int  # calls of run() that repeated
-    overflows: int  # groups for which pages ran out since the last check() or run()
-    kept_bytes: dict[str, int]  # of saved tensors that stayed as they are, by reason
+    overflows: int  # groups without enough pages since the last check() or run()
+    kept_bytes: dict[str, int]  # of saved tensors that were kept whole, by reason
     device_pages: int  # of the pool
     used_device_pages: int  # now
     most_device_pages: int
@@ -58,23 +58,23 @@ class StashStatistics:
 
 
 class PagedStash:
-    """Keeps the rows that exist of what autograd saves, where buffers have the worst case's size.
+    """Keeps only the used rows of what autograd saves, for buffers of worst-case size.
 
     Args:
-        device: where the groups compute.
-        device_bytes: of the pool on the device; ``None``: what an iteration has needed, with
-            ``prepare``'s margin. A size such as ``"24GiB"``.
-        host_bytes: page-locked host memory for what the pool has no room for.
-        page_bytes: of a page: a power of two.
-        region: a ``FixedAddressRegion`` of the same device, which is to hold the pool: between
-            phases ``region.pause(save=False)`` gives the memory up, while no group is live.
-        tail: what rows beyond the count are filled with when they come back: ``"undefined"``:
-            nothing; ``"nan"`` or ``"zero"``, to find code that reads them.
-        transfer: how to obtain host memory.
+        device: the groups' device.
+        device_bytes: size of the pool on the device, such as ``"24GiB"``; ``None``: the need of an
+            iteration, with ``prepare``'s margin.
+        host_bytes: page-locked host memory for pages that do not fit on the device.
+        page_bytes: size of a page, a power of two.
+        region: a ``FixedAddressRegion`` of the same device, to hold the pool: between phases, while
+            no group is live, ``region.pause(save=False)`` frees the memory.
+        tail: content of restored rows beyond the count: ``"undefined"``, or ``"nan"`` or ``"zero"``
+            to find code that reads them.
+        transfer: how to allocate host memory.
 
     Raises:
         ConfigError: an argument is wrong.
-        DeviceError: the device cannot be used here.
+        DeviceError: torch cannot use the device here.
     """
 
     def __init__(
@@ -113,7 +113,8 @@ class PagedStash:
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def group(self, x: Tensor | None = None, rows: Tensor | None = None) -> StashGroup:
-        """A context manager: what is saved inside, and has as many rows as ``x``, is kept in pages.
+        """Make a context that keeps tensors saved inside in pages, if they have as many rows as
+        ``x``.
 
         Example::
 
@@ -123,18 +124,18 @@ class PagedStash:
                 y = combine(experts(routed, counts))
 
         Args:
-            x: as of :meth:`.StashGroup.rows`, if the buffer exists before.
-            rows: how many of its rows exist.
+            x: as of :meth:`.StashGroup.rows`, if the buffer already exists.
+            rows: number of its rows in use.
 
         Raises:
-            ConfigError: only one of them is given, or :meth:`.StashGroup.rows` refuses them.
-            ClosedError: the stash is closed, or of another process.
+            ConfigError: only one of them is passed, or :meth:`.StashGroup.rows` refuses them.
+            ClosedError: the stash is closed, or belongs to another process.
         """
         self._store.check_usable("group()")
         made = StashGroup(self._store)
         if (x is None) != (rows is None):
             raise ConfigError(
-                "group() with one of x and rows", reason="both are needed", remedy="pass both"
+                "group() with only one of x and rows", reason="it needs both", remedy="pass both"
             )
         if x is not None and rows is not None:
             made.rows(x, rows)
@@ -146,19 +147,20 @@ class PagedStash:
         """Make each forward of ``scope`` a group, by hooks.
 
         Args:
-            scope: spans what is saved: dispatch, experts and combine at best.
-            rows: gets the positional inputs of ``at`` and gives the number of rows.
+            scope: module whose saved tensors form the group, best with dispatch, experts and
+                combine.
+            rows: gets the positional inputs of ``at``, and returns the number of rows.
             at: a module inside, whose first input is the buffer; ``None``: ``scope``.
 
         Returns:
-            A handle whose ``remove()`` takes the hooks away.
+            A handle whose ``remove()`` removes the hooks.
         """
         return Attachment(self.group, scope, rows, scope if at is None else at)
 
     @contextmanager
     def exact(self) -> Iterator[None]:
-        """Inside, the host waits for each count: rows go into pages while these suffice, and are
-        kept exactly where not, so nothing overflows. So it is before :meth:`prepare`.
+        """Make the host wait for each count inside: rows that do not fit into pages are kept
+        outside, so nothing overflows. This is the mode before :meth:`prepare`.
 
         Raises:
             DeviceError: inside a CUDA graph capture.
@@ -173,20 +175,19 @@ class PagedStash:
     # ------------------------------------------------------------------ sizes
 
     def prepare(self, margin: float = 1.25, captured_groups: int | None = None) -> StashPlan:
-        """Take the pool. From then on groups allocate nothing that lasts, and may be captured.
+        """Allocate the pool. Afterwards groups allocate no lasting memory, and may be captured.
 
-        Call it after an iteration, or at once if ``device_bytes`` was given. Called again, it gives
-        the pool up and takes another one: graphs over the first must be gone.
+        Call it after an iteration, or at once if ``device_bytes`` was passed. Another call replaces
+        the pool; graphs over the first one must be gone.
 
         Args:
-            margin: factor to the pages that were in use at once.
-            captured_groups: how many groups all captures together will have; ``None``: twice as
-                many as were recorded.
+            margin: factor to the most pages in use at once.
+            captured_groups: number of groups of all captures; ``None``: twice the recorded number.
 
         Raises:
-            ActivationError: nothing is known of the size, or a group is live.
-            DeviceMemoryError, HostMemoryError, PinningError: no room; there is no pool, and groups
-                are exact, as before the first call.
+            ActivationError: the size is unknown, or a group is live. DeviceMemoryError,
+                HostMemoryError, PinningError: not enough memory; the stash has no pool, as before
+                the first call.
             DeviceError: inside a CUDA graph capture.
         """
         store = self._store
@@ -196,16 +197,16 @@ class PagedStash:
         if store.n_live:
             raise ActivationError(
                 f"prepare() with {store.n_live} live groups",
-                reason="their backward needs the present memory",
+                reason="their backward still reads the current pool",
                 remedy="call it between iterations",
             )
         if margin < 1:
-            raise ConfigError(f"margin={margin}", reason="below 1", remedy="use 1.25")
+            raise ConfigError(f"margin={margin}", reason="it must be at least 1", remedy="use 1.25")
         if self._device_bytes is None and not store.most_pages:
             raise ActivationError(
                 "prepare() before any group was recorded",
-                reason="nothing says how large the pool should be",
-                remedy="run one iteration before, or give device_bytes",
+                reason="the size of the pool is unknown",
+                remedy="run one iteration first, or pass device_bytes",
             )
         plan = make_plan(
             store.recorded,
@@ -225,8 +226,9 @@ class PagedStash:
                 raise
             raise DeviceMemoryError(
                 f"a pool of {plan.device_bytes / MIB:.0f} MiB",
-                reason=f"{error}; there is none now, and groups are exact",
-                remedy="give a smaller device_bytes, and host_bytes for the rest",
+                reason=f"{error}; the stash goes on without a pool, and groups wait for "
+                "exact counts",
+                remedy="pass a smaller device_bytes, and host_bytes for the rest",
             ) from error
         store.pool = pool
         _log.info("PagedStash: %s", plan.explain())
@@ -244,7 +246,7 @@ class PagedStash:
         )
 
     def _add_tables(self, pool: PagePool, plan: StashPlan, captured_groups: int | None) -> None:
-        """For captures, which can make none, and whose kernels have to be compiled before."""
+        """Make tables and compile kernels before captures, which cannot."""
         if not pool.can_capture:
             return
         tables = max((-(-len(each.row_bytes) // MOST_RANGES) for each in plan.groups), default=1)
@@ -261,10 +263,10 @@ class PagedStash:
     def check(self, *, process_group: dist.ProcessGroup | None = None) -> None:
         """Raise on all ranks if pages ran out on one. The host waits for the device once.
 
-        The caller does not use what was computed since the last call then.
+        Then the results since the last call are invalid.
 
         Args:
-            process_group: whose ranks agree; ``None``: all, where there is a process group.
+            process_group: ranks to agree with; ``None``: all ranks, if there is a process group.
 
         Raises:
             StashOverflowError: pages ran out, or more rows came than a buffer holds.
@@ -273,22 +275,22 @@ class PagedStash:
         _raise_if_set(self._agree("check()", process_group))
 
     def run(self, fn: Callable[[bool], T], *, process_group: dist.ProcessGroup | None = None) -> T:
-        """``fn(False)``; if that overflowed on one rank, all ranks call ``fn(True)`` in
+        """Return ``fn(False)``; if it overflows on one rank, all ranks call ``fn(True)`` in
         :meth:`exact`.
 
-        torch's random state, on the CPU and the device, is as before then. What else ``fn(False)``
-        wrote, such as gradients and counters, ``fn(True)`` has to set back first.
+        Before that, it restores torch's random state on the CPU and the device. ``fn(True)`` has to
+        reset everything else that ``fn(False)`` wrote, such as gradients and counters.
 
         Args:
-            fn: a forward, or a forward and backward. It gets, by position, whether it is repeated:
-                then a dispatcher whose buffer was too small makes a larger one.
+            fn: a forward, or a forward and backward. Its argument says whether it is repeated; then
+                a dispatcher enlarges a buffer that was too small.
             process_group: as of :meth:`check`.
 
         Returns:
-            What ``fn`` returned.
+            The result of ``fn``.
 
         Raises:
-            StashOverflowError: the repetition overflowed, too: its buffers are too small.
+            StashOverflowError: the repetition overflowed, too, because its buffers are too small.
             ActivationError: ``fn`` raised on another rank.
             DeviceError: inside a CUDA graph capture.
         """
@@ -301,7 +303,7 @@ class PagedStash:
         result, flags = self._attempt(fn, False, process_group)
         if not any(flags):
             return result
-        del result  # its graph has pages
+        del result  # its graph holds pages
         torch.set_rng_state(state)
         if on_device is not None:
             on_device.set_rng_state(device_state, device)
@@ -310,8 +312,9 @@ class PagedStash:
             result, flags = self._attempt(fn, True, process_group)
         need = self._store.most_pages * self._store.page_bytes
         self._store.log_once(
-            f"PagedStash: the work was repeated; up to {need / MIB:.0f} MiB were in use at once: "
-            "call prepare() again, or give a larger device_bytes"
+            "PagedStash: pages ran out, so run() repeated the work. It needs "
+            f"{need / MIB:.0f} MiB: call prepare() again, or pass a larger "
+            "device_bytes"
         )
         _raise_if_set(flags)
         return result
@@ -322,7 +325,7 @@ class PagedStash:
         try:
             result = fn(retry)
         except Exception as error:
-            try:  # the others wait for this rank's flags
+            try:  # the other ranks wait for this rank's flags
                 self._agree("run()", process_group, failed=True)
             except Exception as other:
                 error.add_note(f"and the ranks could not agree: {other!r}")
@@ -330,14 +333,16 @@ class PagedStash:
         *flags, failed = self._agree("run()", process_group)
         if failed:
             raise ActivationError(
-                "run()", reason="it raised on another rank", remedy="look at that rank's error"
+                "run()",
+                reason="it raised an error on another rank",
+                remedy="look at that rank's error",
             )
         return result, flags
 
     def _agree(
         self, what: str, process_group: dist.ProcessGroup | None, failed: bool = False
     ) -> list[int]:
-        """The most of all ranks: overflows, invalid counts, such a count, failures."""
+        """Return the maxima over ranks: overflows, invalid counts, rows of one, failures."""
         self._store.check_usable(what)
         self._refuse_capture(what)
         seen = torch.zeros(INVALID_ROWS + 2, dtype=torch.int64, device=self._backend.device)
@@ -353,7 +358,7 @@ class PagedStash:
     # ------------------------------------------------------------------ the rest
 
     def statistics(self) -> StashStatistics:
-        """See :class:`StashStatistics`. The host waits for the device."""
+        """Return counters and memory. The host waits for the device."""
         store = self._store
         flags, near, far, used = [0] * 8, 0, 0, [0, 0]
         if store.pool is not None:
@@ -375,7 +380,8 @@ class PagedStash:
         )
 
     def close(self) -> None:
-        """Give all memory up. Idempotent. Graphs over the pool must be gone; backward raises."""
+        """Free all memory. Idempotent. Graphs over the pool must be gone; a later backward
+        raises."""
         if not self._store.is_closed:
             self._store.collect()
             self._release_pool()
@@ -391,8 +397,8 @@ class PagedStash:
         if self._backend.is_capturing():
             raise DeviceError(
                 f"{what} inside a CUDA graph capture",
-                reason="the host waits for the device there",
-                remedy=f"call {what} outside of the capture",
+                reason="it makes the host wait for the device",
+                remedy=f"call {what} outside the capture",
             )
 
 
@@ -401,13 +407,12 @@ def _raise_if_set(flags: Sequence[int]) -> None:
     if invalid:
         raise StashOverflowError(
             f"{rows} rows beyond the capacity of a buffer" if rows > 0 else "a count below 0",
-            reason="the dispatcher has dropped some, or counted wrongly",
-            remedy="make the buffer larger, or use run(fn) and dispatch with its true size in "
-            "fn(True)",
+            reason="the dispatcher dropped rows, or counted them wrongly",
+            remedy="enlarge the buffer, or use run(fn) and dispatch at the true size in fn(True)",
         )
     if overflows:
         raise StashOverflowError(
             "pages ran out",
-            reason="what was computed since the last check is undefined",
-            remedy="use run(), which repeats it, or call prepare() with a larger margin",
+            reason="results since the last check are undefined",
+            remedy="use run(), which repeats the iteration, or call prepare() with a larger margin",
         )

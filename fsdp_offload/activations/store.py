@@ -1,4 +1,4 @@
-"""Where rows of a closed group are: in pages, or kept exactly. What was recorded and counted."""
+"""Rows of closed groups, in pages or in exact copies; records and counters."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 _log = logging.getLogger("fsdp_offload")
 
 TAILS: Final[dict[str, int | None]] = {"undefined": None, "nan": -1, "zero": 0}
-"""What words of 8 bytes beyond the count are filled with. All bits set is a NaN in each format."""
+"""Values of 8-byte words beyond the count. All bits set is a NaN in every format."""
 
 
 class ExactRows:
-    """The rows of one group alone, in memory of their own.
+    """The used rows of one group, in their own memory.
 
     Args:
         words: all rows of each range.
-        counts: words of those that exist.
-        n_pages: what they would take, for the recording; 0: nothing was recorded.
+        counts: words of the used rows.
+        n_pages: pages that they would take, for the record; 0 without a record.
     """
 
     def __init__(self, words: Sequence[Tensor], counts: Sequence[int], n_pages: int) -> None:
@@ -46,18 +46,17 @@ class ExactRows:
         self._copies = [_copy(all_rows[:n]) for all_rows, n in zip(words, counts, strict=True)]
 
     def restore(self, words: Sequence[Tensor]) -> None:
-        """Copy them into buffers of all rows, on the current stream, and give up their memory."""
+        """Copy them into full buffers, on the current stream, and free their memory."""
         for copy, all_rows in zip(self._copies, words, strict=True):
             all_rows[: copy.numel()].copy_(copy)
         self.drop()
 
     def drop(self) -> None:
-        """Give up their memory."""
+        """Free their memory."""
         self._copies = []
 
 
 def _copy(rows: Tensor) -> Tensor:
-    """On the device, or in pageable host memory where that is full."""
     try:
         return rows.clone()
     except torch.OutOfMemoryError:
@@ -77,9 +76,9 @@ class PagedRows:
         is_captured = self._parts[0][0].is_captured
         if self._pool.backend.is_capturing() != is_captured:
             raise DeviceError(
-                f"backward {'outside' if is_captured else 'inside'} of a CUDA graph capture",
-                reason=f"its forward was {'captured' if is_captured else 'not'}, and pages are "
-                "released once",
+                f"backward {'outside' if is_captured else 'inside'} a CUDA graph capture",
+                reason=f"its forward was {'captured' if is_captured else 'not captured'}, "
+                "and pages can be released only once",
                 remedy="capture forward and backward, or neither",
             )
         first = 0
@@ -93,7 +92,7 @@ class PagedRows:
         """As :meth:`ExactRows.drop`."""
         pool = self._pool
         for table, _ in reversed(self._parts):
-            # A graph that never comes to its backward: its next replay's claim releases them.
+            # If a graph never reaches its backward, the claim of its next replay releases them.
             if pool.backend.is_capturing() == table.is_captured:
                 pool.kernels.release(pool, table)
             pool.give_table(table)
@@ -103,13 +102,13 @@ Held = ExactRows | PagedRows
 
 
 class RowStore:
-    """What groups of one stash share.
+    """State that the groups of one stash share.
 
     Args:
-        backend: of the stash's device.
-        page_bytes: of the pool that :attr:`pool` may be, and of what is recorded.
+        backend: the stash's device.
+        page_bytes: page size, of the pool and of records.
         tail: a key of :data:`TAILS`.
-        region: that has the pool; it says whether pages may be used.
+        region: holds the pool; tells whether pages may be used.
     """
 
     def __init__(
@@ -135,40 +134,40 @@ class RowStore:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the host waits for each count: there are no pages, or it was asked for."""
+        """Whether the host waits for each count: without pages, or inside exact()."""
         return self.pool is None or self.asked_exact
 
     # ------------------------------------------------------------------ groups
 
     def open(self) -> None:
-        """A group begins.
+        """Check that a group may begin.
 
         Raises:
-            ActivationError: another one is open, or the thread is not that of the first group.
+            ActivationError: another group is open, or the first group was in another thread.
             ClosedError: the stash is closed, or of another process.
-            DeviceError: the stream is captured and there are no pages, or they must not be used.
+            DeviceError: the stream is being captured, and pages are missing or must not be used.
         """
         self.check_usable("group()")
         self._thread = self._thread or threading.get_ident()
         if self._thread != threading.get_ident():
             raise ActivationError(
-                "a group in another thread than the stash's first one",
-                reason="groups share stacks of pages in the order of one stream",
-                remedy="use a PagedStash of its own in each thread",
+                "a group in a second thread",
+                reason="groups take and return pages in the order of one stream",
+                remedy="use one PagedStash per thread",
             )
         if self.is_open:
             raise ActivationError(
-                "a group inside of a group of the same stash",
+                "a group inside another group of the same stash",
                 reason="a saved tensor would belong to both",
-                remedy="close the first group before, or use one group for both",
+                remedy="close the outer group first, or use one group for both",
             )
         if self.backend.is_capturing():
             if self.pool is None or self.is_exact or not self.pool.can_capture:
                 raise DeviceError(
                     "a group inside a CUDA graph capture without pages",
-                    reason="the host would have to wait for the number of rows",
-                    remedy="call prepare() before the capture, where Triton works, and capture "
-                    "outside of exact()",
+                    reason="the host would have to wait for the row count",
+                    remedy="install Triton, call prepare() before the capture, and capture "
+                    "outside exact()",
                 )
         self.collect()
         self.is_open = True
@@ -181,7 +180,7 @@ class RowStore:
         check_open(f"{what} of a PagedStash", self._pid, is_closed=self.is_closed)
 
     def collect(self) -> None:
-        """Give up what graphs that were dropped have held; inside a capture, later."""
+        """Free rows of dropped graphs; inside a capture, later."""
         if self.backend.is_capturing():
             return
         while self.dropped:
@@ -196,10 +195,10 @@ class RowStore:
     def hold(
         self, count: Tensor, capacity: int, row_bytes: Sequence[int], words: Sequence[Tensor]
     ) -> Held:
-        """Copy the rows that exist, on the current stream.
+        """Copy the used rows, on the current stream.
 
         Args:
-            count: how many exist.
+            count: number of used rows.
             capacity: all rows.
             row_bytes: of each range.
             words: int64, all rows of each range.
@@ -235,7 +234,7 @@ class RowStore:
         return held
 
     def _record(self, rows: GroupRows) -> int:
-        """Note the largest of the groups with as many live ones before them; its pages."""
+        """Record the largest group at this position; returns its pages."""
         self.recorded_groups += 1
         found, n_pages = self.recorded, rows.pages(self.page_bytes)
         if self.n_live >= len(found):
@@ -245,10 +244,10 @@ class RowStore:
         return n_pages
 
     def restore(self, held: Held, capacity: int, row_bytes: Sequence[int]) -> list[Tensor]:
-        """New buffers with the rows, on the current stream.
+        """Make new buffers with the rows, on the current stream.
 
         Raises:
-            ClosedError: the pages were given up.
+            ClosedError: the pages were freed.
             AwayError: their region is paused.
             DeviceError: one of forward and backward is captured, the other is not.
         """
@@ -277,7 +276,7 @@ class RowStore:
             )
 
     def log_once(self, text: str) -> None:
-        """For what happens in each layer of each iteration."""
+        """Log a text only once, since it may recur in each layer of each iteration."""
         if text not in self._logged:
             self._logged.add(text)
             _log.info(text)
@@ -288,7 +287,7 @@ def _exact_count(count: Tensor, capacity: int) -> int:
     if not 0 <= rows <= capacity:
         raise StashOverflowError(
             f"{rows} rows of {capacity}",
-            reason="the buffer cannot hold them, so the dispatcher has dropped some",
-            remedy="make the buffer larger, or dispatch again with its true size",
+            reason="the buffer is too small, so the dispatcher dropped rows",
+            remedy="enlarge the buffer, or dispatch again at the true size",
         )
     return rows

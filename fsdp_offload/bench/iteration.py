@@ -1,4 +1,4 @@
-"""One job, each optimizer in turn, in one run: see :mod:`fsdp_offload.bench`."""
+"""Run one job with each optimizer in turn: see :mod:`fsdp_offload.bench`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .rows import OURS, Case, Trainer, make_trainer
 
 PARTS: Final = ("forward", "backward", "update")
 LEAD_IN: Final = 4
-"""Untimed, after a synchronisation: what was fetched while the device stood still came too soon."""
+"""Untimed iterations after a synchronisation, during which prefetches ran early."""
 
 
 def measure(
@@ -44,7 +44,7 @@ def measure(
     device = batches[0][0].device
     stream = backend_for(device).current_stream()
     first = warm_up + LEAD_IN  # of the timed ones
-    losses = torch.zeros(first + iterations, device=device)  # none is allocated later
+    losses = torch.zeros(first + iterations, device=device)  # allocated once, before timing
     points: list[TimedEvent] = []
 
     def train(index: int) -> None:
@@ -90,14 +90,14 @@ def measure(
 
 
 def finish(trainer: Trainer, device: torch.device) -> None:
-    """Wait for updates under way, those on the CPU too, and for the device."""
+    """Wait for running updates, those on the CPU too, and for the device."""
     if isinstance(trainer.optimizer, HybridDeviceOptimizer):
         trainer.optimizer.synchronize()
     machine.synchronize(device)
 
 
 def times_ms(points: Sequence[TimedEvent], micro_batches: int = 1) -> Row:
-    """Medians of iterations and their parts; the device has passed all points."""
+    """Compute medians of iterations and their parts; the device has passed all points."""
     spans = [one.elapsed_time(other) for one, other in pairwise(points)]
     size = 2 * micro_batches + 1
     whole = [spans[start : start + size] for start in range(0, len(spans), size)]
@@ -110,7 +110,7 @@ def times_ms(points: Sequence[TimedEvent], micro_batches: int = 1) -> Row:
 
 
 def derived(row: Row, rows: Sequence[Row]) -> Row:
-    """A measured row beside the first on-device row of the same run that clips if it does."""
+    """Compare a row with the first on-device row of the run that clips alike."""
     if row["status"] != "ok":
         return {}
     found: Row = {}
@@ -128,7 +128,7 @@ def derived(row: Row, rows: Sequence[Row]) -> Row:
 def run_row(
     case: Case, job: Job, batches: Sequence[tuple[Tensor, Tensor]], options: argparse.Namespace
 ) -> Row:
-    """Build, measure, free. What fails is a row, too, and ends no run."""
+    """Build, measure and free one row. A failure becomes a row, and does not end the run."""
     row: Row = {"name": case.name, "kind": case.kind, "clip": case.clip}
     trainer = None
     try:
@@ -149,7 +149,7 @@ def run_row(
         status = "not available" if isinstance(error, ImportError) else "failed"
         row |= {"status": status, "reason": f"{type(error).__name__}: {text}"}
     if trainer is not None and case.kind in OURS:
-        with contextlib.suppress(OffloadError):  # the row says it already
+        with contextlib.suppress(OffloadError):  # the row reports it already
             trainer.optimizer.close()
     if "cap_bytes" in case.options:
         torch.cuda.set_per_process_memory_fraction(1.0)
@@ -157,7 +157,7 @@ def run_row(
 
 
 def run(options: argparse.Namespace) -> int:
-    """The command ``bench``."""
+    """Run the command ``bench``."""
     run_rows(options)
     sys.stdout.flush()
     os._exit(0)  # threads of gloo and of peers can abort the interpreter while it shuts down
@@ -166,13 +166,13 @@ def run(options: argparse.Namespace) -> int:
 def run_rows(options: argparse.Namespace) -> Row:
     """Run all rows; rank 0 prints each as it is done, then the table."""
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    # A wrong name ends the run before anything is built.
+    # A wrong name ends the run before anything else.
     cases = [Case.parse(name) for name in options.rows.split(",")]
     if options.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    # torchrun's default is one; updates on the CPU need what there is.
+    # torchrun's default is one; updates on the CPU need all cores.
     torch.set_num_threads(cores_per_rank())
     with machine.process_group(options.device) as device:
         job = Job.of(options)
@@ -215,7 +215,7 @@ def _cell(row: Mapping[str, Any], key: str, form: str) -> str:
 
 
 def markdown_table(report: Mapping[str, Any], all_columns: Columns) -> str:
-    """The run, a line per row, then what was not run and why."""
+    """Format the run, a line per row, then the rows that failed and why."""
     ran = [row for row in report["rows"] if row["status"] == "ok"]
     columns = [column for column in all_columns if any(_cell(row, *column[1:]) for row in ran)]
     cells = [["row", *(head for head, _, _ in columns)], ["---"] * (1 + len(columns))]
@@ -227,11 +227,11 @@ def markdown_table(report: Mapping[str, Any], all_columns: Columns) -> str:
 
 
 def describe(report: Mapping[str, Any]) -> str:
-    """The job, the machine and its link in words."""
+    """Describe the job, the machine and its link."""
     job, machine, link = report["job"], report["environment"], report.get("link")
     words = [
         f"{job['ranks']} rank{'s' if job['ranks'] > 1 else ''}",
-        f"{report['params'] / 1e9:.2f} G parameters",
+        f"{report['params'] / 1e9:.2f}B parameters",
         f"{job['shards']} shards",
         f"{job['tokens']} tokens per rank",
         machine.get("gpu", "CPU"),
@@ -246,7 +246,7 @@ def describe(report: Mapping[str, Any]) -> str:
 
 
 def line_of(row: Mapping[str, Any], columns: Columns) -> str:
-    """One row as one line of text, printed as soon as it is done."""
+    """Format one row as a line, printed as soon as it is done."""
     if row["status"] != "ok":
         return f"{row['name']}: {row['status']}: {row['reason']}"
     cells = [(head, _cell(row, key, form)) for head, key, form in columns]

@@ -1,4 +1,4 @@
-"""What all benchmarks share: options, process group, machine, link, all ranks' figures."""
+"""Shared parts of benchmarks: process group, machine, link, figures of all ranks."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from .model import Job
 Row = dict[str, Any]
 COPY_BYTES: Final = 256 << 20
 COPIES: Final = 8
-VARIABLES: Final = ("CUDA_", "NCCL_", "PYTORCH_")  # of the environment: what changes times
+VARIABLES: Final = ("CUDA_", "NCCL_", "PYTORCH_")  # environment variables that change times
 
 
 @contextlib.contextmanager
 def process_group(device: str) -> Iterator[torch.device]:
-    """The group of torchrun, or one of this process alone; gives this rank's device."""
+    """Join torchrun's group, or make one of this process; yields this rank's device."""
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     index = int(os.environ.get("LOCAL_RANK", "0"))
     if device == "cuda":
         torch.cuda.set_device(index)
-    timeout = timedelta(minutes=10)  # of a collective that not all ranks reach
+    timeout = timedelta(minutes=10)  # for a collective that not all ranks reach
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
@@ -53,21 +53,22 @@ def process_group(device: str) -> Iterator[torch.device]:
 
 
 def slowest(values: Sequence[float]) -> list[float]:
-    """The largest value of all ranks, one by one; every rank passes as many."""
+    """Return the element-wise largest values of all ranks, which pass equally many."""
     tensor = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor.tolist()
 
 
 def merged(row: Row) -> Row:
-    """One row of all ranks' rows: figures of the slowest or largest; the rest is this rank's."""
+    """Merge all ranks' rows: figures of the slowest or largest; the rest is this rank's."""
     names = [name for name, value in row.items() if type(value) in (int, float)]
     found = slowest([row[name] for name in names])
     return row | {name: type(row[name])(n) for name, n in zip(names, found, strict=True)}
 
 
 def environment(device: torch.device) -> Row:
-    """Hardware, versions, commit (where git knows it), command, and variables that change times."""
+    """Collect hardware, versions, commit (if git knows it), command, and variables that change
+    times."""
     chosen = sorted(name for name in os.environ if name.startswith(VARIABLES))
     variables = {name: os.environ[name] for name in chosen if "/" not in os.environ[name]}
     row: Row = {"cores": len(os.sched_getaffinity(0)), "variables": variables}
@@ -82,13 +83,13 @@ def environment(device: torch.device) -> Row:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for everything that the device was given."""
+    """Wait for all work of the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def free_everything(device: torch.device) -> None:
-    """Collect garbage and give cached device and page-locked memory back."""
+    """Collect garbage, and free cached device and page-locked memory."""
     gc.collect()
     synchronize(device)
     if device.type == "cuda":
@@ -98,7 +99,7 @@ def free_everything(device: torch.device) -> None:
 
 
 def seconds_of(run: Callable[[], object], device: torch.device) -> float:
-    """Wall seconds of ``run``; all ranks begin together, with their devices idle."""
+    """Measure wall seconds of ``run``; all ranks begin together, with idle devices."""
     synchronize(device)
     dist.barrier()
     began = time.perf_counter()
@@ -108,7 +109,7 @@ def seconds_of(run: Callable[[], object], device: torch.device) -> float:
 
 
 def measure_link(device: torch.device, iterations: int) -> Row:
-    """GB/s of pinned copies: to a CUDA device, from it, and both at once (sum of both ways).
+    """Measure GB/s of pinned copies: to a CUDA device, from it, and both at once (summed).
 
     An iteration is 2 GiB each way, all ranks at the same time; the median of the slowest counts.
     """
@@ -140,7 +141,7 @@ def measure_link(device: torch.device, iterations: int) -> Row:
 
 
 def publish(device: torch.device, job: Job, rows: list[Row], link: Row, path: Path | None) -> Row:
-    """The report of one run, or of its rows so far; rank 0 writes it to ``path``."""
+    """Build the report of a run, or of its rows so far; rank 0 writes it to ``path``."""
     report: Row = {
         "environment": environment(device),
         "job": asdict(job) | {"ranks": dist.get_world_size()},

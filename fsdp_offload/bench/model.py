@@ -17,19 +17,19 @@ from torch.utils.checkpoint import checkpoint
 from ..core.errors import ConfigError
 from ..core.sharding import shard
 
-LOGIT_TOKENS = 4096  # whose logits are there at a time, where they are computed again
+LOGIT_TOKENS = 4096  # tokens whose logits exist at a time, if they are recomputed
 SMALL = {"layers": 2, "dim": 128, "vocabulary": 512, "tokens": 128, "seq": 128}  # on the CPU
 BATCHES = 4  # so that neighbouring iterations do not see the same tokens
 
 
 def layers_for(params: float, dim: int, vocabulary: int) -> int:
-    """Layers of the GPT whose size is nearest to ``params`` parameters; at least one."""
+    """Choose the layers of a GPT nearest to ``params`` parameters; at least one."""
     return max(1, round((params - vocabulary * dim - dim) / (12 * dim * dim + 2 * dim)))
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every row trains, from the same seed, on the same tokens."""
+    """The job of every row, from the same seed, on the same tokens."""
 
     layers: int = 24
     dim: int = 2048
@@ -38,21 +38,21 @@ class Job:
     """Tokens per iteration and rank."""
     seq: int = 2048
     shards: Literal["bf16", "fp32"] = "bf16"
-    """dtype of the shards and of reductions. Gathers are in bf16, and so the model computes."""
+    """dtype of the shards and of reductions. Gathers and compute use bf16."""
     checkpointed: bool = False
-    """Whether backward computes what is inside of each block again."""
+    """Whether backward recomputes each block."""
 
     def __post_init__(self) -> None:
         if self.tokens % self.seq or self.dim % self.heads:
             raise ConfigError(
                 f"tokens={self.tokens}, seq={self.seq}, dim={self.dim}",
-                reason=f"tokens are whole sequences, dim is divided into {self.heads} heads",
+                reason=f"tokens must be a multiple of seq, and dim of {self.heads} heads",
                 remedy="change --tokens, --seq or --dim",
             )
 
     @classmethod
     def of(cls, options: Namespace) -> Job:
-        """By those options of a command line that have a field's name."""
+        """Build a job from the command-line options named like its fields."""
         names = {field.name for field in fields(cls)}
         given = {k: v for k, v in vars(options).items() if k in names and v is not None}
         job = cls(**((SMALL if options.device == "cpu" else {}) | given))
@@ -73,7 +73,7 @@ class Job:
 
 
 class TransformerBlock(nn.Module):
-    """Attention and MLP, each behind a norm; no bias, no dropout."""
+    """Attention and MLP, each after a norm; no bias, no dropout."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class TransformerBlock(nn.Module):
         self.down = nn.Linear(4 * dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(batch, seq, dim)`` to the same."""
+        """Map ``(batch, seq, dim)`` to the same shape."""
         batch, seq, dim = x.shape
         qkv = self.qkv(self.attention_norm(x)).view(batch, seq, 3, self.heads, -1)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
@@ -96,7 +96,7 @@ class TransformerBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """The embedding is also the output projection."""
+    """A GPT whose embedding is also the output projection."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -106,10 +106,10 @@ class GPT(nn.Module):
         self.norm = nn.RMSNorm(job.dim)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean next-token loss, fp32, of ``(batch, seq)`` tokens.
+        """Return the mean next-token loss, fp32, of ``(batch, seq)`` tokens.
 
-        Logits stay in bf16; the kernels accumulate in fp32, and so does the mean. Where blocks are
-        computed again in backward, so are logits, in parts.
+        Logits stay in bf16; kernels and mean accumulate in fp32. If backward recomputes blocks, it
+        also recomputes logits, in parts.
         """
         x = self.tokens(inputs)
         for block in self.blocks:
@@ -127,9 +127,9 @@ def _losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def unsharded_model(job: Job, device: torch.device) -> GPT:
-    """The whole model on every rank, always from the same seed.
+    """Build the whole model on every rank, always from the same seed.
 
-    Matrices are normal, the projections into the residual stream smaller; norms are ones.
+    Matrices are normal, projections into the residual stream smaller; norms are ones.
     """
     torch.manual_seed(0)
     dtype = torch.bfloat16 if job.shards == "bf16" else torch.float32
@@ -146,7 +146,7 @@ def unsharded_model(job: Job, device: torch.device) -> GPT:
 def sharded_model(
     job: Job, device: torch.device, offload_policy: OffloadPolicy | None = None
 ) -> GPT:
-    """The model under FSDP2 over all ranks: every block is a group, and the root is one."""
+    """Build the model under FSDP2 over all ranks, with a group for each block and the root."""
     model = unsharded_model(job, device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     options: dict[str, Any] = {"offload_policy": offload_policy or OffloadPolicy()}
@@ -156,7 +156,7 @@ def sharded_model(
 
 
 def synthetic_batches(job: Job, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Inputs and targets on the device, other ones on each rank, the same in each row."""
+    """Make inputs and targets on the device, different on each rank, equal in each row."""
     generator = torch.Generator(device).manual_seed(1 + 1000 * dist.get_rank())
     shape = (BATCHES, job.tokens // job.seq, job.seq + 1)
     tokens = torch.randint(job.vocabulary, shape, device=device, generator=generator)

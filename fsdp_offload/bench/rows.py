@@ -1,4 +1,4 @@
-"""Rows by name: what a row trains with.
+"""Rows by name: the optimizer and options of a row.
 
 ``plain`` is the optimizer on the device. ``default`` is ours without options; ``step``, ``forward``
 and ``backward`` are ours with that ``overlap``. ``torchao`` is its ``CPUOffloadOptimizer``;
@@ -69,14 +69,14 @@ class Case(NamedTuple):
     clip: str
     """``"none"``, ``"ours"`` or ``"torch"``."""
     options: dict[str, Any]
-    """What the other words of the name choose."""
+    """Options from the other words of the name."""
 
     @classmethod
     def parse(cls, name: str) -> Case:
-        """The case that ``name`` means; refuses words unknown to this kind of row."""
+        """Parse a name; refuses words unknown to this kind of row."""
         kind, *words = name.split("-")
         if kind not in (*OURS, *_WORDS_OF_PEERS):
-            raise _refused(name, f"{kind!r} is no kind of row")
+            raise _refused(name, f"{kind!r} is not a kind of row")
         if kind in _WORDS_OF_PEERS and not _WORDS_OF_PEERS[kind].issuperset(words):
             raise _refused(name, f"{kind!r} rows have no such options")
         options = dict(_read(name, word) for word in words)
@@ -95,11 +95,11 @@ def _read(name: str, word: str) -> tuple[str, Any]:
 
 
 def _refused(name: str, reason: str) -> ConfigError:
-    return ConfigError(f"row {name!r}", reason=reason, remedy=f"see the words in {__name__}")
+    return ConfigError(f"row {name!r}", reason=reason, remedy=f"use the words in {__name__}")
 
 
 class Nothing:
-    """Drops gradients in the place of an optimizer."""
+    """Stands in for an optimizer, and only drops gradients."""
 
     def __init__(self, model: nn.Module) -> None:
         self.zero_grad = model.zero_grad
@@ -109,7 +109,7 @@ class Nothing:
 
 
 class Trainer(NamedTuple):
-    """What one row trains: ``clip`` runs between backward and step."""
+    """Parts of one row's training: ``clip`` runs between backward and step."""
 
     model: nn.Module
     optimizer: Any
@@ -117,9 +117,9 @@ class Trainer(NamedTuple):
 
 
 def make_trainer(case: Case, job: Job, device: torch.device) -> Trainer:
-    """The trainer of any row; an ImportError if its peer is not installed."""
+    """Make the trainer of a row; raises ImportError if its peer is not installed."""
     if case.kind == "torchao":
-        model: nn.Module = unsharded_model(job, device)  # it knows no DTensors
+        model: nn.Module = unsharded_model(job, device)  # torchao does not support DTensors
         peer = importlib.import_module("torchao.optim").CPUOffloadOptimizer
         optimizer = peer(model.parameters(), AdamW, fused=True, lr=LEARNING_RATE)
         return Trainer(model, optimizer, lambda: None)
@@ -129,7 +129,7 @@ def make_trainer(case: Case, job: Job, device: torch.device) -> Trainer:
     if case.kind == "compute":
         return Trainer(model, Nothing(model), lambda: None)
     optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    if case.kind in OURS:  # the others keep no master of bf16 shards
+    if case.kind in OURS:  # the others keep no masters for bf16 shards
         options = dict(case.options)
         if cap_bytes := options.pop("cap_bytes", None):
             torch.cuda.empty_cache()

@@ -1,17 +1,18 @@
 """``save``, ``async_save`` and ``load``: DCP's own steps with this package's plugins.
 
-They are DCP's, of small objects: a save gathers the plans, scatters the deduplicated ones, gathers
-the items' places and broadcasts the outcome; a load gathers and scatters plans and gathers the
-outcome. They run over a gloo group of their own, apart from the collectives of the training.
+Collectives are DCP's, of small objects: a save gathers the plans, scatters the deduplicated ones,
+gathers the items' places and broadcasts the outcome; a load gathers and scatters plans and gathers
+the outcome. They run over a separate gloo group, apart from the collectives of the training.
 Packing and chunk metadata need none.
 
-Before the first collective, and before their group is made, all ranks meet at the store of the
-process group, where those that wait can tell which ranks are absent. There they also agree whether
-they need a new gloo group: a rank whose collectives failed half-way drops its group, whose
-connections end with the error's last frame; then the other ranks fail, too.
+Before the first collective, and before making its group, all ranks meet at the store of the process
+group, which shows waiting ranks who is absent. There they also agree whether they need a new gloo
+group: a rank whose collectives failed midway drops its group, whose connections end with the
+error's last frame; then the other ranks fail, too.
 
-It ends a rank's wait for others, before they have met. From then on it comes only inside DCP's
-local steps, which tell all ranks of it, or at the end: no rank waits for one that is not coming.
+Ctrl-C ends a rank's wait for others, before they have met. From then on it takes effect only inside
+DCP's local steps, which tell all ranks of it, or at the end: no rank waits for one that never
+comes.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..core.arguments import listed
 from ..core.errors import CheckpointError, OffloadError
-from ..core.interrupts import Note, held_back, let_through
+from ..core.interrupts import Note, defer_sigint, let_through
 from ..core.progress import report
 from ..core.storage import span
 from ..optimizer.hybrid import HybridDeviceOptimizer
@@ -56,12 +57,12 @@ _log = logging.getLogger("fsdp_offload")
 
 Folder = str | os.PathLike[str]
 
-# By default process group, the group for saves and its number: making one is a collective.
-# torch keeps it alive until destroy_process_group(); kept any longer, one of gloo's threads may
-# still be dropping a tensor when the interpreter ends, which aborts the process.
+# By default process group, the group for saves and its number, because making one is a collective.
+# torch keeps it alive until destroy_process_group(). If anything kept it longer, a gloo thread
+# might still be dropping a tensor when the interpreter ends, which aborts the process.
 _groups: weakref.WeakKeyDictionary[object, tuple[weakref.ref[dist.ProcessGroup], int]]
 _groups = weakref.WeakKeyDictionary()
-# By optimizer or model: reserving memory for each save would take longer than the copy.
+# By optimizer or model, because reserving memory for each save would take longer than the copy.
 _stagers: weakref.WeakKeyDictionary[Any, Stager] = weakref.WeakKeyDictionary()
 
 _LEFT: Final = b"left"
@@ -83,18 +84,18 @@ def save(
 ) -> None:
     """Save weights, optimizer state and ``extra`` as one checkpoint. All ranks call it.
 
-    The files appear at ``path`` in one step when all are complete: whatever happens, ``path`` is a
-    complete checkpoint or does not exist. ``torch.distributed.checkpoint.load`` reads it too.
+    The files appear at ``path`` in one step when all are complete, so ``path`` is a complete
+    checkpoint or does not exist. ``torch.distributed.checkpoint.load`` reads it, too.
 
     Args:
-        path: the folder to make, on a file system that all ranks share.
+        path: the new folder, on a file system that all ranks share.
         model: the model, or the parts of a pipeline.
         optimizer: a :class:`HybridDeviceOptimizer` or a plain optimizer; ``None``: weights only.
-        extra: anything else (step count, scheduler and data loader states): plain Python values
-            and CPU tensors. The checkpoint gets that of rank 0.
+        extra: other plain Python values and CPU tensors, such as step count, scheduler and data
+            loader states. The checkpoint stores rank 0's.
         overwrite: replace a checkpoint at ``path``.
-        keep_last: number of complete checkpoints that stay, ``path`` and those beside it whose
-            names differ from its name in numbers alone; older ones are removed.
+        keep_last: number of complete checkpoints to keep, among ``path`` and its neighbours whose
+            names differ only in numbers; removes older ones.
         threads: number of writing threads; ``None``: this rank's share of the cores, at most 16.
 
     Raises:
@@ -113,7 +114,7 @@ def save(
     writer = Writer(
         path, overwrite=overwrite, keep_last=keep_last, threads=threads, optimizer_class=kind
     )
-    with held_back() as interrupt:
+    with defer_sigint() as interrupt:
         group = coordination_group("save", interrupt)
         run_save(writer, FlatSavePlanner(state), group, held(optimizer))
 
@@ -128,18 +129,18 @@ def async_save(
     keep_last: int | None = None,
     threads: int | None = None,
 ) -> Future[None]:
-    """Save as :func:`save` does, but on a thread, beside the training.
+    """Save like :func:`save`, but on a thread, beside the training.
 
-    The caller is blocked until the Stager has copied state and weights into host memory
-    (page-locked where a device is used), which it reserves at the first call and keeps until the
-    optimizer, or the model without one, goes. Another save or a load waits for this one.
+    Blocks the caller until the Stager has copied state and weights into host memory (page-locked
+    for a device). It reserves the memory at the first call and keeps it until the optimizer, or the
+    model without one, is freed. Another save or a load waits for this one.
 
     Arguments are those of :func:`save`.
 
     Returns:
-        A future that is done when the checkpoint is complete on all ranks. With several, call
-        ``result()`` before the process group is destroyed: it raises what :func:`save` would, and
-        HostMemoryError where the copies do not fit.
+        A future that is done when the checkpoint is complete on all ranks. With several ranks, call
+            ``result()`` before the process group is destroyed. It raises the errors of
+            :func:`save`, and HostMemoryError if the copies do not fit.
 
     Raises:
         ConfigError: ``path`` is not a path.
@@ -151,13 +152,15 @@ def async_save(
         path, overwrite=overwrite, keep_last=keep_last, threads=threads, optimizer_class=kind
     )
     staged: Future[dict[str, Any]] = Future()
-    with held_back() as interrupt:
+    with defer_sigint() as interrupt:
         group = coordination_group("async_save", interrupt)
         try:
             with typed():
                 staged.set_result(_staged(listed(model), optimizer, extra))
         except BaseException as error:
-            staged.set_exception(error)  # in DCP's first step: others do not wait for this rank
+            staged.set_exception(
+                error
+            )  # raised in DCP's first step, so that others do not wait for this rank
         future = _in_background(writer, FlatSavePlanner(staged.result), group)
     failed = staged.exception()
     if isinstance(failed, KeyboardInterrupt):
@@ -166,7 +169,6 @@ def async_save(
 
 
 def _staged(models: list[nn.Module], optimizer: Optimizer | None, extra: Any) -> dict[str, Any]:
-    """Copy what a save writes."""
     # A rank of a pipeline may hold nothing, and then copies nothing.
     owner = next((each for each in (optimizer, *models) if each is not None), Stager)
     if owner not in _stagers:
@@ -186,23 +188,22 @@ def load(
     optimizer_prefix: str | None = None,
     threads: int | None = None,
 ) -> dict[str, Any]:
-    """Load a checkpoint in place: any world size, mesh, lane and fraction. All ranks call it.
+    """Load a checkpoint in place, at any world size, mesh and setting. All ranks call it.
 
-    It reads what :func:`save` wrote, and what ``torch.distributed.checkpoint`` wrote of plain
-    optimizers (flat or nested), with the prefixes that :mod:`.rule` lists; and safetensors.
+    Reads checkpoints of :func:`save`, those of ``torch.distributed.checkpoint`` with plain
+    optimizers (flat or nested), with the prefixes that :mod:`.rule` lists, and safetensors.
 
     Args:
-        path: folder of the checkpoint, or of a model's safetensors.
-        model: the model, or the parts of a pipeline. What of it is on the meta device gets memory
-            for this rank's shards alone, and buffers that no file holds are initialised.
+        path: folder of the checkpoint, or with a model's safetensors.
+        model: the model, or the parts of a pipeline. Tensors on the meta device get memory for this
+            rank's shards only; buffers that no file contains are initialised.
         optimizer: a :class:`HybridDeviceOptimizer` or a plain optimizer; ``None``: weights only,
-            after which the masters of a :class:`HybridDeviceOptimizer` of ``model`` are its new
-            weights.
-        strict: refuse weights that only one side has, trained parameters that have neither state
-            nor options in the checkpoint, and another class of optimizer. False: missing weights
-            stay, and missing state begins anew.
-        model_prefix: before the FQNs of weights, if not ``"model."``.
-        optimizer_prefix: before ``state.{fqn}``, if neither ``"optim."`` nor ``"optimizer."``.
+            which also set the masters of a :class:`HybridDeviceOptimizer` of ``model``.
+        strict: refuse weights that only one side has, trained parameters with neither state nor
+            options in the checkpoint, and another class of optimizer. False: missing weights keep
+            their values, and missing state starts fresh.
+        model_prefix: prefix of the FQNs of weights, if not ``"model."``.
+        optimizer_prefix: prefix of ``state.{fqn}``, if neither ``"optim."`` nor ``"optimizer."``.
         threads: number of reading threads; ``None``: this rank's share of the cores, at most 16.
 
     Returns:
@@ -210,11 +211,12 @@ def load(
 
     Raises:
         CheckpointError: no checkpoint is at ``path``, or it does not fit model or optimizer;
-            nothing was written, nor with UnsupportedParameterError: a buffer stays without values.
-        CheckpointCorruptError: a file is not as it was written. If the load found that while it
-            read tensors, the optimizer has failed until a load succeeds, and weights are undefined.
-        StateDictError: state does not fit; nothing was written.
-        ConfigError: ``optimizer`` is several, or no optimizer; or two models have equal names.
+            nothing was written.
+        CheckpointCorruptError: a file changed after it was written. If the load finds that while it
+            reads tensors, the optimizer has failed until a load succeeds, and weights are
+            undefined. StateDictError, UnsupportedParameterError: state does not fit, or a buffer
+            has no values; nothing was written.
+        ConfigError: ``optimizer`` is not one optimizer, or two models have equal names.
     """
     optimizer = checked_optimizer(optimizer)
     started = time.perf_counter()
@@ -228,7 +230,7 @@ def load(
         model_prefix=model_prefix,
         optimizer_prefix=optimizer_prefix,
     )
-    with span("load"), held_back() as interrupt:
+    with span("load"), defer_sigint() as interrupt:
         group = coordination_group("load", interrupt)
         with raised_on_all(group), reader.until_all_have:
             reader.until_all_have.enter_context(held(optimizer, saves=False))
@@ -244,7 +246,7 @@ def _in_background(
     """Save on a thread that the interpreter waits for when it ends.
 
     Raises:
-        CheckpointError: this process can start no thread. Other ranks' saves fail, too.
+        CheckpointError: this process cannot start a thread. Other ranks' saves fail, too.
     """
     future: Future[None] = Future()
     world = None if group is None else dist.group.WORLD
@@ -258,8 +260,8 @@ def _in_background(
             if world is not None and world is not dist.group.WORLD:
                 failed = without_group(writer.path)
                 failed.__cause__ = error
-            said = str(failed) or repr(failed)  # KeyboardInterrupt says nothing
-            _log.error("saving %s in the background failed: %s", writer.path, said)
+            said = str(failed) or repr(failed)  # KeyboardInterrupt has no text
+            _log.error("the save of %s in the background failed: %s", writer.path, said)
             future.set_exception(failed)
         else:
             future.set_result(None)
@@ -273,25 +275,25 @@ def _in_background(
 
 
 class JobReader(Reader):
-    """Reads for a :class:`JobLoadPlanner`; then model and optimizer take the values over.
+    """Reads for a :class:`JobLoadPlanner`; then model and optimizer adopt the values.
 
-    Taking over is part of the reading, so that DCP raises its errors on all ranks.
+    Adopting is part of the reading, so that DCP raises its errors on all ranks.
 
     Args:
-        path: see :class:`Reader`.
-        threads: see there.
-        optimizer: has *failed* when an error leaves ``until_all_have``.
+        path: as of :class:`Reader`.
+        threads: as of :class:`Reader`.
+        optimizer: becomes *failed* if an error leaves ``until_all_have``.
     """
 
     def __init__(self, path: Any, *, threads: int | None, optimizer: Optimizer | None) -> None:
         super().__init__(path, threads=threads)
         self._optimizer = optimizer
         self.until_all_have = contextlib.ExitStack()
-        """Entered when everything fits; the caller leaves it when all ranks are done, under
-        ``held_back()``."""
+        """Entered when everything fits; the caller leaves it after all ranks are done, under
+        ``defer_sigint()``."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
-        """Read in place, then take over."""
+        """Read in place, then adopt the values."""
         if not isinstance(planner, JobLoadPlanner):  # single values, before anything is written
             return super().read_data(plan, planner)
         with contextlib.ExitStack() as reading:
@@ -299,7 +301,7 @@ class JobReader(Reader):
                 what, view = "checkpoint.load()", self._optimizer._for_checkpoints
                 self.until_all_have.enter_context(view.failing(what, keep=OffloadError))
                 reading.enter_context(view.replacing_all(what, keep=CheckpointError))
-            with let_through():  # but not in what follows: half of a load would be a success
+            with let_through():  # but not below, where half a load would count as a success
                 done = super().read_data(plan, planner)
         with typed():
             planner.take_over()
@@ -309,15 +311,15 @@ class JobReader(Reader):
 def coordination_group(call: str, interrupt: Note) -> dist.ProcessGroup | None:
     """Return a gloo group of all ranks, made at its first use; ``None`` for a rank alone.
 
-    It waits for saves under way, since collectives of two at once would mix. Then it waits for all
-    ranks; see the top of this file.
+    Waits for running saves, because collectives of two at once would mix, then for all ranks; see
+    the top of this file.
 
     Args:
         call: the caller's function, for the log.
-        interrupt: the note of the :func:`held_back` around this and the collectives.
+        interrupt: the note of the :func:`defer_sigint` around this and the collectives.
     """
     for thread in threading.enumerate():
-        is_me = thread is threading.current_thread()  # where a future's callback saves
+        is_me = thread is threading.current_thread()  # if a future's callback saves
         if thread.name == _SAVES and thread.is_alive() and not is_me:
             with let_through():
                 thread.join()
@@ -336,7 +338,7 @@ def coordination_group(call: str, interrupt: Note) -> dist.ProcessGroup | None:
 
 
 def _meet(store: Any, call: str, interrupt: Note) -> int:
-    """Wait until all ranks are here; the number of the group that they need.
+    """Wait until all ranks are here; returns the number of the group that they need.
 
     Each rank comes to each turn. The last one to come ends the turn with that number. A rank that
     Ctrl-C calls away ends it as a turn that no other rank counts as a meeting.
@@ -348,17 +350,16 @@ def _meet(store: Any, call: str, interrupt: Note) -> int:
             store.compare_set(key, "", str(store.add("groups", 0)))
         try:
             _wait(store, turn, call, interrupt)
-        except BaseException:  # of another signal's handler, for instance
+        except BaseException:  # from another signal's handler, for instance
             store.compare_set(key, "", _LEFT)
             raise
         if (number := store.get(key)) != _LEFT:
             return int(number)
         with let_through():
-            pass  # a handler may return: then this rank comes again, as all others do
+            pass  # a handler may return: then this rank comes again, like all others
 
 
 def _wait(store: Any, turn: int, call: str, interrupt: Note) -> None:
-    """Wait until a turn has ended; the log names absent ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     start, pause_s, told = time.monotonic(), 1e-4, False
     while not store.check([f"turn {turn}"]):
@@ -372,9 +373,9 @@ def _wait(store: Any, turn: int, call: str, interrupt: Note) -> None:
             absent = sorted({*range(size)} - {*here})
             if absent and rank == here[0]:
                 _log.warning(
-                    "checkpoint.%s has waited %.0f s for %d of %d ranks, which have not "
-                    "called it: %s%s. Remedy: call it on all ranks, not on some of them (as in "
-                    "`if rank == 0:`)", call, _ABSENT_S, len(absent), size,
+                    "checkpoint.%s has waited %.0f s for %d of %d ranks that have not "
+"called it: %s%s. Remedy: call it on all ranks, not only inside `if "
+"rank == 0:`", call, _ABSENT_S, len(absent), size,
                     ", ".join(map(str, absent[:8])), ", ..." if absent[8:] else "",
                 )  # fmt: skip
 
@@ -385,7 +386,7 @@ def run_save(
     group: dist.ProcessGroup | None,
     within: contextlib.AbstractContextManager[Any] | None = None,
 ) -> None:
-    """Save what the planner has, or leave nothing.
+    """Save the planner's items, or leave nothing.
 
     Raises:
         OffloadError: (on all ranks) the save failed on one.
@@ -412,7 +413,6 @@ def _save(writer: StorageWriter, planner: SavePlanner, group: dist.ProcessGroup 
 
 
 def _load(reader: StorageReader, planner: LoadPlanner, group: dist.ProcessGroup | None) -> None:
-    """Call ``dcp.load``, or its steps for one process."""
     if group is not None:
         dcp_load({}, storage_reader=reader, planner=planner, process_group=group)
         return
@@ -426,10 +426,10 @@ def _load(reader: StorageReader, planner: LoadPlanner, group: dist.ProcessGroup 
 
 @contextlib.contextmanager
 def raised_on_all(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Raise one typed error for DCP's exceptions, which hold the errors of all ranks.
+    """Raise one typed error instead of DCP's exceptions, which hold the errors of all ranks.
 
     Raises:
-        OffloadError: this rank's, or else that of the first rank that has one.
+        OffloadError: this rank's, else that of the first rank with one.
     """
     try:
         with typed(), _without_numpy():
@@ -456,7 +456,7 @@ def raised_on_all(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 class _NumpyBytes(TorchFunctionMode):
-    """Gives ``Tensor.numpy()`` what torch's object collectives use, inside, on this thread."""
+    """Replaces ``Tensor.numpy()`` for torch's object collectives, inside, on this thread."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -467,7 +467,7 @@ class _NumpyBytes(TorchFunctionMode):
 
 
 def _without_numpy() -> contextlib.AbstractContextManager[Any]:
-    """Let torch's object collectives, which use NumPy, work where it is not installed."""
+    """Make torch's object collectives, which use NumPy, work without it."""
     try:
         torch.empty(0).numpy()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Weights for other programs: safetensors files, as transformers reads them.
+"""Export weights for other programs as safetensors files, as transformers reads them.
 
 An export is a save of DCP: the planner lays out the files from what all ranks have, and every rank
 writes its chunks straight into their byte ranges, which the library ``safetensors`` cannot do. No
@@ -29,7 +29,7 @@ from ..core import dtensor
 from ..core.arguments import check_optimizer
 from ..core.config import parse_bytes
 from ..core.errors import CheckpointError, ConfigError, UnsupportedParameterError
-from ..core.interrupts import held_back, let_through
+from ..core.interrupts import defer_sigint, let_through
 from ..core.progress import progress
 from ..update import codec
 from . import folder
@@ -49,7 +49,7 @@ _DTYPES: Final = {None: None, "bf16": torch.bfloat16, "fp32": torch.float32}
 _CONVERTED: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Other floating dtypes are quantised: without their scales a conversion makes no sense."""
 _USUAL: Final = ("", "model.", "model.module.")
-"""Prefixes of weights that the only optimizer state of a checkpoint belongs to."""
+"""Prefixes of weights to which the only optimizer state of a checkpoint belongs."""
 
 
 def export_safetensors(
@@ -64,21 +64,21 @@ def export_safetensors(
 ) -> tuple[Path, ...]:
     """Write the weights into a new folder: ``model.safetensors``, or several files with an index.
 
-    Names in the files are the FQNs; a model's tied weights get the first of theirs. For
-    ``transformers`` call ``model.config.save_pretrained(out)`` after the export.
+    Names in the files are the FQNs; tied weights get their first. For ``transformers``, call
+    ``model.config.save_pretrained(out)`` after the export.
 
     Args:
-        source: the model, sharded or not: then all ranks call this and see the same folder. Or
-            the folder of a checkpoint of DCP, which one process reads alone, without the model.
+        source: the model, sharded or not; then all ranks call this and share the folder. Or the
+            folder of a DCP checkpoint, which one process reads alone, without the model.
         out: a folder that does not exist yet, or is empty. It appears when all files are complete.
         optimizer: holds the fp32 masters of a model.
-        dtype: ``"fp32"``: masters, exactly; weights without one are widened. ``"bf16"``: the
-            weights that the training computed with. ``None``: as stored. Integers, buffers and
-            quantised weights keep their dtype, and so does, in a checkpoint, a tensor that its
-            optimizer does not hold.
+        dtype: ``"fp32"``: the exact masters; weights without one are widened. ``"bf16"``: the
+            weights of the training's computation. ``None``: as stored. Integers, buffers and
+            quantised weights keep their dtype, and in a checkpoint also tensors outside its
+            optimizer.
         max_shard_bytes: most bytes of elements in one file; a tensor is never cut.
-        model_prefix: before the FQNs of weights in a checkpoint; ``None``: ``"model."`` or none.
-        optimizer_prefix: before ``state.{fqn}``; ``None``: a usual one.
+        model_prefix: prefix of the FQNs of weights in a checkpoint; ``None``: ``"model."`` or none.
+        optimizer_prefix: prefix of ``state.{fqn}``; ``None``: a usual one.
 
     Returns:
         The files, the index last.
@@ -87,8 +87,8 @@ def export_safetensors(
         ConfigError: an argument is wrong, or ranks have different tensors of one name.
         UnsupportedParameterError: a tensor cannot be stored.
         CheckpointError: weights are missing, ``out`` holds files, the file system refused, or
-            another rank failed. ``out`` is as it was.
-        CheckpointCorruptError: the checkpoint is not as it was written.
+            another rank failed. ``out`` is unchanged.
+        CheckpointCorruptError: the checkpoint changed after it was written.
     """
     writer = _ExportWriter(out)
 
@@ -98,7 +98,7 @@ def export_safetensors(
             return _of_model(source, optimizer, wanted)
         return _of_checkpoint(Reader(source), model_prefix, optimizer_prefix, wanted)
 
-    with held_back() as interrupt:
+    with defer_sigint() as interrupt:
         of_model = isinstance(source, nn.Module)
         group = coordination_group("export_safetensors", interrupt) if of_model else None
         run_save(writer, _ExportPlanner(find, max_shard_bytes), group)
@@ -111,7 +111,7 @@ def _wanted(source: object, optimizer: object, dtype: Any, *prefixes: object) ->
     if dtype not in _DTYPES:
         raise ConfigError(
             f"dtype={dtype!r}",
-            reason="weights are written in bf16 or fp32, or as they are",
+            reason="weights are written in bf16 or fp32, or in their own dtype",
             remedy='use "bf16", "fp32" or None',
         )
     check_optimizer(optimizer, several='leave it out with dtype="bf16" or None')
@@ -120,8 +120,8 @@ def _wanted(source: object, optimizer: object, dtype: Any, *prefixes: object) ->
         raise ConfigError(
             f"source of type {type(source).__name__}, optimizer of type {type(optimizer).__name__}"
             f", prefixes {prefixes}",
-            reason="a checkpoint holds the masters itself, and only its keys have prefixes",
-            remedy="pass the model and its optimizer, or the path of a checkpoint alone",
+            reason="a checkpoint contains its own masters, and only checkpoint keys have prefixes",
+            remedy="pass a model and its optimizer, or only the path of a checkpoint",
         )
     return _DTYPES[dtype]
 
@@ -130,7 +130,7 @@ def _wanted(source: object, optimizer: object, dtype: Any, *prefixes: object) ->
 
 
 class Source(NamedTuple):
-    """Where the weights of an export are."""
+    """The weights of an export."""
 
     written: Mapping[str, Tensor]  # by FQN, on the meta device: shapes and dtypes in the files
     tensors: Mapping[str, Tensor]  # by FQN: DCP finds in them the chunks that this process has
@@ -167,7 +167,7 @@ class _ExportWriter(Writer):
 
     files: Sequence[File] = ()
 
-    @held_back()
+    @defer_sigint()
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make files of full size, with their headers."""
         plans = super().prepare_global_plan(plans)
@@ -200,7 +200,7 @@ class _ExportWriter(Writer):
                     os.fsync(opened.fileno())
         return done([])
 
-    @held_back()
+    @defer_sigint()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Give the folder its name."""
         assert self._aside is not None, "prepare_global_plan() first"
@@ -209,7 +209,6 @@ class _ExportWriter(Writer):
 
 
 def _write_chunk(descriptor: int, file: File, item: WriteItem, tensors: Sequence[Tensor]) -> None:
-    """Convert and write a chunk of a tensor, a few rows at a time."""
     assert item.tensor_data is not None  # the planner has tensors only
     offset, written = file.places[item.index.fqn]
     first, *others = item.tensor_data.chunk.offsets or (0,)
@@ -252,19 +251,17 @@ def _value(dtype: torch.dtype, weight: Tensor, master: Tensor | None = None) -> 
 
 
 def _written(fqn: str, tensor: Tensor, wanted: torch.dtype | None) -> Tensor:
-    """Describe a tensor in the files by one on the meta device."""
     if tensor.dtype not in CODES:
         raise UnsupportedParameterError(
             f"{fqn} of {tensor.dtype}",
             reason="safetensors has no such dtype",
-            remedy="convert it, or leave it out of the model",
+            remedy="convert it, or remove it from the model",
         )
     dtype = wanted if wanted and tensor.dtype in _CONVERTED else tensor.dtype
     return torch.empty(tensor.shape, dtype=dtype, device="meta")
 
 
 def _of_model(model: nn.Module, optimizer: Optimizer | None, wanted: torch.dtype | None) -> Source:
-    """Find the shards that this process holds, and their masters, without a copy."""
     state = {} if optimizer is None else state_to_read(optimizer)
     named = dtensor.saved_names([model]).items()
     parameters = {n: p for p, names in named if isinstance(p, nn.Parameter) for n in names}
@@ -287,31 +284,30 @@ def _of_model(model: nn.Module, optimizer: Optimizer | None, wanted: torch.dtype
 
 
 def _check_dense(fqn: str, tensor: Tensor) -> None:
-    """Refuse what has no elements of its own here."""
     shard, placements = dtensor.local(tensor), getattr(tensor, "placements", ())
     is_dense = tensor.layout is torch.strided and not (shard.is_meta or shard.is_nested)
     is_plain = type(shard) in (Tensor, nn.Parameter, nn.Buffer)
     if not (is_dense and is_plain) or any(p.is_partial() for p in placements):
         raise UnsupportedParameterError(
             f"{fqn}: {type(shard).__name__}, {shard.device}, {tensor.layout}, placed {placements}",
-            reason="an export writes only dense shards with values of their own",
-            remedy="initialise it, convert it to a plain tensor, redistribute it, or leave it out",
+            reason="an export writes only dense shards that hold their own values",
+            remedy="initialise it, convert it to a plain tensor, or redistribute it",
         )
 
 
 def _of_checkpoint(
     reader: Reader, prefix: str | None, optimizer_prefix: str | None, wanted: torch.dtype | None
 ) -> Source:
-    """Find the weights in a checkpoint and their masters; each is read whole, one at a time."""
+    """Find the weights in a checkpoint and their masters, which are read whole, one at a time."""
     reader.set_up_storage_reader(reader.read_metadata(), True)
     stored = reader.metadata.state_dict_metadata
     sizes = {k: v for k, v in stored.items() if isinstance(v, TensorStorageMetadata)}
     if prefix is None:
-        # Where each key stood in the nested dict that was saved, as far as it is known.
+        # The place of each key in the saved nested dict, if known.
         paths = reader.metadata.planner_data or {key: tuple(key.split(".")) for key in sizes}
         prefix = "model." if any(p[0] == "model" and len(p) > 1 for p in paths.values()) else ""
     fqns = [key.removeprefix(prefix) for key in sizes if key.startswith(prefix)]
-    # State of "model." fits weights of "ema.", too: the caller has to say that it is theirs.
+    # State of "model." fits weights of "ema.", too, so the caller has to claim it.
     known = fqns if optimizer_prefix is not None or prefix in _USUAL else []
     layout = find_layout(stored, known, model_prefix=prefix, optimizer_prefix=optimizer_prefix)
     layout = replace(layout, model=prefix)
@@ -325,15 +321,16 @@ def _of_checkpoint(
     if not keys:
         raise CheckpointError(
             f"a checkpoint without tensors under {prefix!r}",
-            reason="weights are missing: no tensor has such a key",
-            remedy="name the checkpoint of a model, or what its keys begin with (model_prefix=)",
+            reason="weights are missing: no key begins with this prefix",
+            remedy="pass the path of a model's checkpoint, or the prefix of its keys as "
+            "model_prefix=",
         )
     lost = {key for key in sizes if key.rpartition(".")[2] in _MASTERS and "." in key}
     if wanted == torch.float32 and (lost := lost.difference(*keys.values())):
         raise CheckpointError(
             f"masters {sorted(lost)[:4]}",
-            reason="the keys do not say whose they are, so fp32 weights would not be exact",
-            remedy="name theirs with optimizer_prefix=, save optimizer state by FQN "
+            reason="their keys name no parameter, so fp32 weights would not be exact",
+            remedy="pass optimizer_prefix=, save optimizer state by FQN "
             '(get_optimizer_state_dict), or export with dtype="bf16" or None',
         )
     written, tensors = {}, {}

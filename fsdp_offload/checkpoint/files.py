@@ -1,19 +1,18 @@
 """Data files: threads write bytes of tensors at known offsets, and a table of checksums.
 
 ``torch.distributed.checkpoint`` (DCP) reads each item with ``torch.load`` from its offset and
-length, which ``.metadata`` holds. Behind the last item stands a table that only this package
-reads::
+length, which ``.metadata`` holds. A table that only this package reads follows the last item::
 
     table   uint32 each; per item, in the order of the file: where in the item its elements begin,
             then the CRC-32 of every block of the item, the last one shorter
     tail    CRC-32 of the table, bytes of the table, bytes of a block, magic
 
-So a reader finds a truncated file before, and changed bytes while, it reads them, and reads only
-the blocks that it needs. Numbers are little-endian.
+So a reader detects a truncated file before it reads, and changed bytes while it reads, and reads
+only the blocks that it needs. Numbers are little-endian.
 
-One thread moves a *block* at once. It is large enough that Python costs nothing, and small enough
-to be still in the cache for its checksum. A thread holds at most one block of a tensor that is in
-device memory; see ``link/link.py: scratch``.
+A thread moves one *block* at a time, large enough to hide Python's cost, and small enough to stay
+in the cache for its checksum. A thread holds at most one block of a tensor in device memory; see
+``link/link.py: scratch``.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from ..core.errors import (
     OffloadError,
     UnsupportedParameterError,
 )
-from ..core.interrupts import held_back, let_through
+from ..core.interrupts import defer_sigint, let_through
 from ..core.progress import progress
 from ..link import cores_per_rank
 from ..link.link import buffers
@@ -68,7 +67,7 @@ def without_class(tensor: Tensor) -> Tensor:
     """View a dense tensor as one of no subclass.
 
     Raises:
-        UnsupportedParameterError: it has no memory, such as a wrapper of other tensors.
+        UnsupportedParameterError: it has no memory, like a wrapper of other tensors.
     """
     plain = tensor.detach()
     if type(plain) is not Tensor:
@@ -78,7 +77,7 @@ def without_class(tensor: Tensor) -> Tensor:
         raise UnsupportedParameterError(
             f"a tensor of type {type(tensor).__name__} and shape {tuple(tensor.shape)}",
             reason="it has no memory of its own",
-            remedy="do not save it, or save a tensor with its values",
+            remedy="leave it out, or save its values as a plain tensor",
         )
     return plain
 
@@ -116,7 +115,7 @@ def read_bytes(descriptor: int, offset: int, into: memoryview | bytearray, path:
         while rest:
             count = os.preadv(descriptor, [rest], position)
             if count == 0:
-                raise corrupt(path, f"it ends at byte {position}, before {offset + len(into)}")
+                raise corrupt(path, f"it ends at byte {position}, before byte {offset + len(into)}")
             rest, position = rest[count:], position + count
 
 
@@ -127,7 +126,7 @@ def new_file(path: Path) -> Iterator[int]:
     Raises:
         CheckpointError: the file system refused.
     """
-    # An object, which closes it wherever Ctrl-C comes.
+    # An object, which closes the file even after Ctrl-C.
     with typed(path), path.open("xb", buffering=0) as file:
         yield file.fileno()
         os.fsync(file.fileno())
@@ -139,7 +138,7 @@ def write_whole(path: Path, data: bytes) -> None:
         write_bytes(descriptor, 0, data, path)
 
 
-@held_back()
+@defer_sigint()
 def fsync_folder(folder: Path) -> None:
     """Make the names in ``folder`` permanent."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -153,7 +152,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 class _Sink:
-    """A file that keeps all that ``torch.save`` writes but the elements, which it skips."""
+    """A file that keeps everything that ``torch.save`` writes except the elements."""
 
     def __init__(self) -> None:
         self.written = [bytearray(), bytearray()]
@@ -173,7 +172,7 @@ class _Sink:
 
 @functools.lru_cache(maxsize=1024)
 def envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """Return the bytes that ``torch.save`` writes before and behind the elements of a tensor.
+    """Return the bytes that ``torch.save`` writes before and after the elements of a tensor.
 
     The archive's own CRC-32 of the elements is 0; torch does not compare it.
     """
@@ -211,11 +210,11 @@ class Table:
             count = -(-length // self.block_bytes)
             words = self.words[at : at + 1 + count]
             if len(words) != 1 + count or words[0] > length:
-                raise corrupt(path, f"its table does not describe the item at byte {offset}")
+                raise corrupt(path, f"its checksum table lacks the item at byte {offset}")
             found[offset] = Checksums(words[0], words[1:])
             at += 1 + count
         if at != len(self.words):
-            raise corrupt(path, "its table describes other items than .metadata names")
+            raise corrupt(path, "its checksum table and .metadata list different items")
         return found
 
 
@@ -230,7 +229,7 @@ def read_table(path: Path) -> Table | None:
     """Read the table of a file; ``None``: another program wrote the file.
 
     Raises:
-        CheckpointCorruptError: the file is missing, or its table is not as it was written.
+        CheckpointCorruptError: the file is missing, or its table changed.
     """
     try:
         with path.open("rb") as file:
@@ -245,7 +244,7 @@ def read_table(path: Path) -> Table | None:
     except OSError as error:
         raise corrupt(path, f"it cannot be read: {error.strerror}") from error
     if len(text) != nbytes or zlib.crc32(text) != crc or nbytes % 4 or not block_bytes:
-        raise corrupt(path, "its table of checksums is not as it was written")
+        raise corrupt(path, "its checksum table changed after it was written")
     return Table(block_bytes, crc, struct.unpack(f"<{nbytes // 4}I", text))
 
 
@@ -254,9 +253,12 @@ def read_table(path: Path) -> Table | None:
 
 def refused(path: object, error: OSError) -> CheckpointError:
     """Build the error for a file that the file system refuses."""
-    reason, remedy = "the file system refused", "free space, or choose a folder of your own"
+    reason, remedy = (
+        "the file system refused",
+        "free disk space, or choose a folder that you may write to",
+    )
     if error.errno in (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY):
-        reason = "another program removes or makes it, or ranks see different folders"
+        reason = "another program creates or removes it, or the ranks do not share the folder"
         remedy = "choose a folder that all ranks share and no other program writes to"
     return CheckpointError(f"{path}", reason=f"{reason}: {error.strerror or error}", remedy=remedy)
 
@@ -272,7 +274,9 @@ def typed_error(error: BaseException, path: object = "a file") -> OffloadError:
         f" ({f.name} in {f.filename}:{f.lineno})" for f in extract_tb(error.__traceback__, -1)
     )
     reason = (str(error) or "the error has no text") + at
-    return CheckpointError(type(error).__name__, reason=reason, remedy="see its cause")
+    return CheckpointError(
+        type(error).__name__, reason=reason, remedy="read the cause of this error"
+    )
 
 
 @contextlib.contextmanager
@@ -288,7 +292,7 @@ def typed(path: object = "a file") -> Iterator[None]:
 
 
 def corrupt(path: object, reason: str) -> CheckpointCorruptError:
-    """Build the error for a file that is not as it was written."""
+    """Build the error for a file that is damaged."""
     return CheckpointCorruptError(
         f"{path}", reason=reason, remedy="load another checkpoint; this one cannot be repaired"
     )
@@ -300,7 +304,7 @@ def check_count(name: str, value: object) -> None:
     if value is not None and not is_count:
         raise ConfigError(
             f"{name}={value!r}",
-            reason="it must be a whole number of at least 1",
+            reason="it must be an integer of at least 1",
             remedy="use 1 or more, or leave it out",
         )
 
@@ -320,17 +324,17 @@ def run_all(
 ) -> list[_Result]:
     """Run ``jobs`` on ``threads`` threads; returns their results in order.
 
-    With ``text`` a bar shows it, and how many jobs are done.
+    With ``text``, a bar shows it and the number of finished jobs.
 
-    All threads have ended when it returns or raises: the caller closes files that jobs use, and a
-    thread that ends beside the interpreter would abort the process. After the first error, and
+    All threads have ended when it returns or raises, because the caller closes files that jobs use,
+    and a thread that outlives the interpreter would abort the process. After the first error, and
     after Ctrl-C, no further job begins.
     """
     listed, turns, is_over = list(jobs), itertools.count(), threading.Event()
     results: dict[int, _Result] = {}
     count = max(1, min(threads or min(MAX_THREADS, cores_per_rank()), len(listed)))
     pool, futures = ThreadPoolExecutor(count), list[ConcurrentFuture[None]]()
-    with progress(len(listed) if text else 0, text, unit=" blocks") as bar, held_back():
+    with progress(len(listed) if text else 0, text, unit=" blocks") as bar, defer_sigint():
 
         def work() -> None:  # a future per job would cost as much as copying a block
             try:
@@ -342,15 +346,15 @@ def run_all(
                 raise
 
         try:
-            with contextlib.suppress(RuntimeError):  # the interpreter ends and starts no thread
+            with contextlib.suppress(RuntimeError):  # an ending interpreter starts no thread
                 futures.extend(pool.submit(work) for _ in range(count))
             if len(futures) < count:
                 work()
             is_done = False
             while not is_done:
                 wait(futures, timeout=0.1)
-                # Raises KeyboardInterrupt, if Ctrl-C has come. Not around a mere pass, which
-                # CPython 3.11 compiles to an instruction that no finally protects.
+                # Raises KeyboardInterrupt after Ctrl-C. Not around a mere pass, which CPython 3.11
+                # compiles to an instruction that no finally protects.
                 with let_through():
                     is_done = all(future.done() for future in futures)
             for future in futures:

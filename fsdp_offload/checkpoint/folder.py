@@ -1,16 +1,17 @@
-"""Folders of checkpoints: saves publish them by one rename, readers know them by their content.
+"""Folders of checkpoints: saves publish them by one rename, readers identify them by content.
 
-Each save writes into a folder of its own beside the final place, ``.fsdp_offload.HOST@PID@START@
-RANDOM.writing`` of rank 0's process, so it needs no lock. When the folder holds the files that the
-ranks report, it gets its name in one call: a rename where the name is free, else an exchange of
-both folders (Linux ``renameat2``), after which the save removes the old one. At any moment the path
-is the old checkpoint or the new one. File systems without the exchange (NFS) get two renames: the
-old one goes into ``.fsdp_offload.replaced`` in the new one's folder, which then gets its name.
-Between the two :func:`latest` waits for a living save, and names the old one in that place for a
-dead one. The next save puts it back, as does the same save if its second rename fails.
+Each save writes into its own folder beside the final place,
+``.fsdp_offload.HOST@PID@START@RANDOM.writing`` of rank 0's process, so it needs no lock. When the
+folder holds the files that the ranks report, it gets its name in one call: a rename if the name is
+free, else an exchange of both folders (Linux ``renameat2``), after which the save removes the old
+one. At any moment the path is the old checkpoint or the new one. File systems without the exchange
+(NFS) get two renames: the old one moves to ``.fsdp_offload.replaced`` in the new folder, which then
+gets its name. Between the two, :func:`latest` waits for a living save, and finds the old one in
+that place after a dead save. The next save puts it back, as does the same save if its second rename
+fails.
 
-A save renames a folder to ``.fsdp_offload.RANDOM.removed`` before it removes it. So a reader that
-has listed a folder may find a name gone, or of another folder; :func:`_complete_in` lists again.
+A save renames a folder to ``.fsdp_offload.RANDOM.removed`` before it removes it. So a name that a
+reader has listed may be gone, or belong to another folder; :func:`_complete_in` lists again.
 
 Before it writes, a save removes the working folders of dead saves beside its path. On this host
 (boot and namespace of process ids) a save is dead if the process of that id has another start time
@@ -46,7 +47,7 @@ SILENT_S: Final = 600.0
 """A save on another host that shows no sign of life for this time is dead."""
 
 _RENAME_S: Final = 5.0
-"""The longest that a reader waits for another process between its two renames."""
+"""How long a reader waits for another process between its two renames."""
 
 _OURS, _NEW, _REMOVED, _REPLACED = (
     ".fsdp_offload.",
@@ -60,10 +61,10 @@ _OURS, _NEW, _REMOVED, _REPLACED = (
 
 
 def checked(path: object) -> Path:
-    """Return ``path`` made absolute, from the folder that is current now.
+    """Return ``path`` made absolute, from the current folder.
 
     Raises:
-        ConfigError: no checkpoint can be there: a URL, not a path, or too long a name.
+        ConfigError: no checkpoint can be there, such as a URL or too long a name.
     """
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(
@@ -75,43 +76,42 @@ def checked(path: object) -> Path:
     if re.match(r"[A-Za-z][\w+.-]*:/", text) or "\0" in text:
         raise ConfigError(
             f"path {text!r}",
-            reason="it is no path of a file system",
-            remedy="name a folder of a file system that all ranks share; copy it from there",
+            reason="it is not a path of a mounted file system",
+            remedy="save to a folder that all ranks share, and copy it from there",
         )
     found = Path(text).absolute()
     if found.name in ("", ".."):
         found = found.resolve()
     there = next(each for each in (*found.parents, Path("/")) if os.path.isdir(each))
     name_bytes = max(len(os.fsencode(name)) for name in found.parts)
-    # Of its files, and of those in the working folder.
+    # Lengths of its files, and of those in the working folder.
     path_bytes = len(os.fsencode(found)) + len(_working(found).name) + 32
     limits = os.pathconf(there, "PC_NAME_MAX"), os.pathconf(there, "PC_PATH_MAX")
     if name_bytes > limits[0] or path_bytes > limits[1]:
         raise ConfigError(
             f"path {text[:40]}...{text[-40:]}",
-            reason=f"names of {name_bytes} bytes, paths of {path_bytes} with its files; the file "
-            f"system has at most {limits[0]} and {limits[1]}",
+            reason=f"its names take {name_bytes} bytes and its paths {path_bytes}; the "
+            f"file system allows {limits[0]} and {limits[1]}",
             remedy="choose a shorter name",
         )
     return found
 
 
 def _check_replaceable(path: Path, *, overwrite: bool) -> None:
-    """Refuse to replace other files than a checkpoint, or one without ``overwrite``."""
     files = [p for p in (path, *path.parents) if p.exists() and not p.is_dir()]
     files += [path] if path.is_symlink() else []
     names = os.listdir(path) if not files and path.exists() else []
     current = Path.cwd()
     if path.resolve() in (current, *current.parents):
-        reason = "it is, or holds, the current folder, which a save would replace"
+        reason = "it is the current folder, or contains it"
         remedy = "name a folder that does not exist yet"
     elif files:
-        reason, remedy = f"{files[0]} is no folder", "choose another path"
+        reason, remedy = f"{files[0]} is not a folder", "choose another path"
     elif names and not any(n == METADATA or n.endswith(".distcp") for n in names):
-        reason = "it holds other files than a checkpoint, and nothing here replaces those"
+        reason = "it contains files that do not belong to a checkpoint"
         remedy = "choose a folder that does not exist yet"
     elif names and not overwrite:
-        reason, remedy = "it exists", "choose another folder; a save takes overwrite=True"
+        reason, remedy = "it exists", "choose another folder; save(..., overwrite=True) replaces it"
     else:
         return
     raise CheckpointError(f"{path}", reason=reason, remedy=remedy)
@@ -121,7 +121,7 @@ def _check_replaceable(path: Path, *, overwrite: bool) -> None:
 
 
 def _working(path: Path) -> Path:
-    """Name a folder of this process's own beside ``path``; see the top of this file."""
+    """Return a name for this process's working folder beside ``path``; see the top of this file."""
     pid = os.getpid()
     owner = f"{_OURS}{_host()}@{pid}@{_start_of(pid)}"
     return path.parent / f"{owner}@{os.urandom(8).hex()}{_NEW}"
@@ -129,7 +129,7 @@ def _working(path: Path) -> Path:
 
 @functools.cache
 def _host() -> str:
-    """Name the host since its boot and the namespace of process ids, in which an id is unique."""
+    """Return a name for the host, its boot, and the namespace in which process ids are unique."""
     found = socket.gethostname()[:40]
     with contextlib.suppress(OSError):  # no /proc
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
@@ -138,7 +138,6 @@ def _host() -> str:
 
 
 def _start_of(pid: int | str) -> str:
-    """Return a process's start time, in ticks since boot; empty: it has ended."""
     with contextlib.suppress(OSError):
         state, *values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if state in "ZX" else values[18]
@@ -150,7 +149,7 @@ def _is_dead(made: Path, now: float) -> bool:
     owner = made.name.split("@")
     if owner[0] == _OURS + _host():
         return _start_of(owner[1]) != owner[2]
-    with contextlib.suppress(OSError):  # it has gone
+    with contextlib.suppress(OSError):  # it was removed
         return max(p.stat().st_mtime for p in (made, *made.iterdir())) + SILENT_S < now
     return False
 
@@ -162,9 +161,9 @@ def prepare(path: Path, *, overwrite: bool) -> Path:
         CheckpointError: ``path`` exists and must not be replaced.
     """
     _check_replaceable(path, overwrite=overwrite)
-    _clear(path.parent, 0.0)  # of this host, where no times are compared
+    _clear(path.parent, 0.0)  # those of this host, without comparing times
     made = _working(path)
-    with contextlib.suppress(OSError):  # what other hosts left may have taken all room
+    with contextlib.suppress(OSError):  # leftovers of other hosts may have filled the disk
         made.mkdir(parents=True)
     _clear(path.parent, made.stat().st_mtime if made.exists() else time.time())
     made.mkdir(parents=True, exist_ok=True)
@@ -172,14 +171,13 @@ def prepare(path: Path, *, overwrite: bool) -> Path:
 
 
 def show_life(made: Path, ended: threading.Event) -> None:
-    """Renew the time of ``made`` until ``ended``: other hosts see that its save lives."""
+    """Renew the time of ``made`` until ``ended``, to show other hosts that the save lives."""
     while not ended.wait(SILENT_S / 10):
         with contextlib.suppress(OSError):
             os.utime(made)
 
 
 def _clear(folder: Path, now: float) -> None:
-    """Remove leftovers of dead saves in ``folder``."""
     for each in folder.iterdir() if folder.is_dir() else ():
         name = each.name
         with contextlib.suppress(OSError):  # another save removes it
@@ -194,22 +192,22 @@ def _clear(folder: Path, now: float) -> None:
 def discard(made: Path, beside: Path | None = None) -> bool:
     """Remove a folder, but first put back a checkpoint that a save has moved into it.
 
-    The folder gets another name first, in ``beside``: the next save removes what is left of it.
+    First renames the folder into ``beside``, so that the next save removes any leftovers.
     """
     beside = made.parent if beside is None else beside
     try:
         for old in made.glob(f"{_REPLACED}/*"):
-            with contextlib.suppress(OSError):  # another one is in its place
+            with contextlib.suppress(OSError):  # another folder is in its place
                 old.rename(beside / old.name)
         gone = beside / f"{_OURS}{os.urandom(8).hex()}{_REMOVED}"
         made.rename(gone)
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):  # another process removes it
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):  # another process is removing it
             return False
         if made.name.endswith(_NEW) and not any(made.glob(f"{_REPLACED}/*")):
             gone = made  # no reader takes it for a checkpoint
         else:
-            _log.warning("the file system does not let %s be removed: %s", made, error.strerror)
+            _log.warning("cannot remove %s: %s", made, error.strerror)
             return False
     remove(gone)
     return True
@@ -243,12 +241,12 @@ def publish(
     found = {p.name: (p.stat().st_size, crc_of(p)) for p in sorted(made.iterdir())}
     if wrong := sorted(dict(found.items() ^ written.items())):
         raise CheckpointError(
-            f"{path}: {wrong[0]}, (bytes, CRC-32) {found.get(wrong[0], 'missing')}",
-            reason=f"{written.get(wrong[0], 'nothing')} was written: another program changed it, "
-            "or ranks see different folders",
+            f"{path}: {wrong[0]} has (bytes, CRC-32) {found.get(wrong[0], 'missing')}",
+            reason=f"{written.get(wrong[0], 'nothing')} was written: another program "
+            "changed it, or the ranks do not share the folder",
             remedy="choose a folder that all ranks share and no other program writes to",
         )
-    # A clock that was set back must not make an older checkpoint the latest one.
+    # If a clock was set back, an older checkpoint must not become the latest.
     newest = max((m.time_ns for m in _complete_in(path.parent).values()), default=0)
     manifest = Manifest(max(time.time_ns(), newest + 1), world_size, optimizer, found)
     write_whole(made / MANIFEST, manifest.encode())
@@ -272,7 +270,7 @@ def install(made: Path, path: Path, *, overwrite: bool) -> None:
         old = made / _REPLACED / path.name
         discard(old.parent)
         old.parent.mkdir()
-        with contextlib.suppress(FileNotFoundError):  # another save has just moved it
+        with contextlib.suppress(FileNotFoundError):  # another save has just moved the folder
             path.rename(old)
     try:
         fsync_folder(path.parent)
@@ -292,10 +290,10 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def prune(path: Path, keep_last: int) -> None:
-    """Remove the oldest complete checkpoints beside ``path`` whose names differ from its name in
-    numbers alone, so that ``keep_last`` stay; the log names them.
+    """Remove the oldest complete checkpoints beside ``path`` whose names differ only in numbers, so
+    that ``keep_last`` stay; the log names them.
 
-    It raises nothing, because the checkpoint at ``path`` is complete.
+    Never raises, because the checkpoint at ``path`` is complete.
     """
 
     def series(of: Path) -> str:
@@ -311,10 +309,10 @@ def prune(path: Path, keep_last: int) -> None:
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """Find the newest complete checkpoint of this package in ``folder``; ``None``: it has none.
+    """Find the newest complete checkpoint of this package in ``folder``; ``None`` without one.
 
-    Content counts, names do not. Beside a save the answer is the old checkpoint or the new one.
-    Call it on one rank and broadcast the answer, or call it on all before any of them saves.
+    Content counts, not names. During a save the answer is the old checkpoint or the new one. Call
+    it on one rank and broadcast the answer, or on all ranks before any of them saves.
 
     Raises:
         ConfigError: ``folder`` is a URL, or not a path.
@@ -325,7 +323,6 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def _complete_in(folder: Path) -> dict[Path, Manifest]:
-    """Find the complete checkpoints of this package that ``folder`` has at one moment."""
     until = time.monotonic() + _RENAME_S
     while True:
         found: dict[Path, Manifest] = {}
@@ -348,7 +345,6 @@ def _complete_in(folder: Path) -> dict[Path, Manifest]:
 
 
 def _look(path: Path) -> tuple[Manifest | None, bool]:
-    """Read the manifest, or None, and tell whether all files are there."""
     manifest = None
     with contextlib.suppress(CheckpointError, OSError):
         if path.is_dir() and not path.is_symlink():

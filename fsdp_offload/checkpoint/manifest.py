@@ -42,7 +42,7 @@ VERSION: Final = 3
 class Manifest:
     """The content of a complete checkpoint."""
 
-    time_ns: int  # of completion, since 1970; greater than that of all that lay beside it
+    time_ns: int  # completion time, since 1970; later than that of all earlier neighbours
     world_size: int  # number of ranks that wrote it
     optimizer: str  # class of the (wrapped) optimizer; empty: unknown
     files: Mapping[str, tuple[int, int]]  # bytes and CRC-32 of every file but the manifest
@@ -59,16 +59,16 @@ class Manifest:
         """Decode a file's bytes; ``None``: another program wrote them.
 
         Raises:
-            CheckpointCorruptError: they are not as they were written.
+            CheckpointCorruptError: they changed after they were written.
             CheckpointError: another version wrote them, or they name files elsewhere.
         """
         try:
             outer = json.loads(data)
-            if "crc32" not in outer and FORMAT not in str(outer):  # a changed bit leaves one
+            if "crc32" not in outer and FORMAT not in str(outer):  # a flipped bit leaves one
                 return None
             text = outer["manifest"]
             if zlib.crc32(text.encode()) != outer["crc32"]:
-                raise corrupt(path, "it is not as it was written")
+                raise corrupt(path, "it changed after it was written")
             values = json.loads(text)
             if values["version"] != VERSION:
                 raise CheckpointError(
@@ -112,7 +112,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Reads ``.metadata`` of any origin, and runs no code that the file names."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a maker of objects of a class that describes tensors.
+        """Return a constructor of a class that describes tensors.
 
         Raises:
             CheckpointError: the file names anything else.
@@ -121,14 +121,14 @@ class _MetadataUnpickler(pickle.Unpickler):
             return getattr(torch, name)
         if (module, name) == ("torch.serialization", "_get_layout"):
             return lambda layout: {"torch.strided": torch.strided}[layout]
-        # Neither functions nor classes themselves: a pickle may set attributes of what it gets.
+        # Neither functions nor classes themselves, because a pickle may set attributes on them.
         if f"{module}.{name}" in _DESCRIBING:
             plain = super().find_class(module, name)
             return lambda *values: plain(*values)
         of_dcp = {_StorageInfo.__name__: _StorageInfo, **vars(dcp_metadata)}.get(name)
         if not isinstance(of_dcp, type) or of_dcp.__module__ != module:
             what = f"{METADATA} with {module}.{name}"
-            raise _suspect(what, "it describes no tensor, and may run code")
+            raise _suspect(what, "it is not a description of tensors, and may run code")
         return type(name, (), {"__new__": lambda _, *values: of_dcp.__new__(of_dcp, *values)})
 
 
@@ -136,7 +136,7 @@ def decode_metadata(data: bytes, path: Path) -> Metadata:
     """Decode the bytes of ``.metadata``, and run no code that they name.
 
     Raises:
-        CheckpointError: they name a class that describes no tensor, or a file elsewhere.
+        CheckpointError: they name a class that does not describe tensors, or a file elsewhere.
         CheckpointCorruptError: they are not a pickle of a ``Metadata``.
     """
     try:
@@ -146,7 +146,7 @@ def decode_metadata(data: bytes, path: Path) -> Metadata:
     except Exception as error:  # changed bytes of a pickle may raise anything
         raise corrupt(path, f"it cannot be read: {error}") from error
     if not isinstance(metadata, Metadata):
-        raise corrupt(path, f"it holds a {type(metadata).__name__}")
+        raise corrupt(path, f"it contains a {type(metadata).__name__} instead of metadata")
     try:
         names = {info.relative_path for info in metadata.storage_data.values()}
         _check_inside(path, names)
@@ -156,22 +156,21 @@ def decode_metadata(data: bytes, path: Path) -> Metadata:
 
 
 def _check_inside(path: Path, names: Iterable[str]) -> None:
-    """Refuse names of files, in the file at ``path``, that lead out of its folder."""
     for name in names:
         if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
             raise _suspect(
                 f"{path} with a file {name!r}",
-                "it is outside the checkpoint's folder, and a load would open any file",
+                "its name leads outside the checkpoint's folder",
             )
 
 
 def _suspect(what: str, reason: str) -> CheckpointError:
-    """Build the error for a checkpoint that may do harm to its reader."""
+    """Build the error for a checkpoint that may harm its reader."""
     return CheckpointError(
         what,
         reason=reason,
-        remedy="load another checkpoint; torch.distributed.checkpoint.load() reads this one, if "
-        "you trust its writer",
+        remedy="load another checkpoint; if you trust its writer, "
+        "torch.distributed.checkpoint.load() reads this one",
     )
 
 
@@ -181,7 +180,7 @@ def crc_of(path: Path) -> int:
         return zlib.crc32(path.read_bytes())
     table = read_table(path)
     if table is None:
-        raise corrupt(path, "it has no table of checksums")
+        raise corrupt(path, "it has no checksum table")
     return table.crc
 
 
@@ -190,7 +189,7 @@ def open_checkpoint(path: Path) -> tuple[Manifest | None, Metadata]:
     headers of safetensors may be.
 
     Raises:
-        CheckpointCorruptError: one of them is not as it was written.
+        CheckpointCorruptError: one of them changed after it was written.
         CheckpointError: there is no checkpoint.
     """
     manifest = read_manifest(path)
@@ -203,12 +202,12 @@ def open_checkpoint(path: Path) -> tuple[Manifest | None, Metadata]:
             return None, weights
         raise CheckpointError(
             f"{path}",
-            reason=f"it has no {METADATA} and no safetensors: this is no checkpoint, or its save "
-            "was interrupted",
-            remedy="name the folder of a checkpoint; fsdp_offload.checkpoint.latest() finds one",
+            reason=f"it has no {METADATA} and no safetensors: not a checkpoint, or its "
+            "save was interrupted",
+            remedy="pass the folder of a checkpoint; fsdp_offload.checkpoint.latest() finds one",
         ) from error
     if manifest is not None and manifest.files.get(METADATA) != (len(data), zlib.crc32(data)):
-        raise corrupt(path / METADATA, "it is not as it was written")
+        raise corrupt(path / METADATA, "it changed after it was written")
     return manifest, decode_metadata(data, path / METADATA)
 
 
@@ -216,7 +215,7 @@ def read_manifest(path: Path) -> Manifest | None:
     """Read the manifest of a checkpoint; ``None``: another program wrote it.
 
     Raises:
-        CheckpointCorruptError: it is not as it was written.
+        CheckpointCorruptError: it changed after it was written.
     """
     try:
         data = (path / MANIFEST).read_bytes()
@@ -229,8 +228,8 @@ def check_files(path: Path, manifest: Manifest | None, metadata: Metadata) -> No
     """Compare sizes and tables with the manifest, and chunks with tensors, before a load.
 
     Raises:
-        CheckpointCorruptError: a file is missing, or not as it was written.
-        CheckpointError: elements are in no chunk.
+        CheckpointCorruptError: a file is missing, or changed after it was written.
+        CheckpointError: chunks do not cover all elements.
     """
     for name, (nbytes, crc) in manifest.files.items() if manifest is not None else ():
         file = path / name
@@ -241,7 +240,7 @@ def check_files(path: Path, manifest: Manifest | None, metadata: Metadata) -> No
         if found != nbytes:
             raise corrupt(file, f"it has {found} bytes, but {nbytes} were written")
         if name != METADATA and crc_of(file) != crc:
-            raise corrupt(file, "it is not as it was written, or of another save")
+            raise corrupt(file, "it changed after it was written, or belongs to another save")
     try:
         _check_chunks(path, metadata)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -260,14 +259,14 @@ def _check_chunks(path: Path, metadata: Metadata) -> None:
             raise corrupt(path / name, f"it ends within {index.fqn}")
     for key, value in metadata.state_dict_metadata.items():
         if isinstance(value, TensorStorageMetadata):
-            # torch refuses to save chunks that overlap or stick out.
+            # torch refuses to save chunks that overlap or exceed the tensor.
             chunks = {tuple(c.offsets): c.sizes for c in value.chunks if 0 not in c.sizes}
             for offsets in chunks:
                 if MetadataIndex(key, offsets) not in metadata.storage_data:
-                    raise corrupt(path / METADATA, f"it names no file that has {key} at {offsets}")
+                    raise corrupt(path / METADATA, f"no file of it contains {key} at {offsets}")
             if sum(box.numel() for box in chunks.values()) != value.size.numel():
                 raise CheckpointError(
                     f"{path}: {key} of shape {tuple(value.size)}",
-                    reason=f"its {len(chunks)} chunks leave elements out",
-                    remedy="save it again with all ranks taking part",
+                    reason=f"its {len(chunks)} chunks do not cover all elements",
+                    remedy="save it again on all ranks",
                 )

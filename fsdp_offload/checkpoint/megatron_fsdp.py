@@ -1,8 +1,8 @@
 """Describe where shards of Megatron-FSDP's parameters begin.
 
 Megatron-FSDP packs parameters into flat buffers and cuts those at rows, so a rank holds any range
-of rows of a parameter. Its DTensors still say ``Shard(0)``, from which torch computes its own even
-cuts. So call this before such parameters are wrapped, and after a model was built anew::
+of rows of a parameter. Its DTensors still say ``Shard(0)``, for which torch computes even cuts. So
+call this before you wrap such parameters, and again for each new model::
 
     from fsdp_offload.checkpoint import megatron_fsdp
 
@@ -30,17 +30,17 @@ __all__ = ["describe"]
 
 
 def describe(parameters: nn.Module | Iterable[Tensor]) -> None:
-    """Let parameters tell DCP, and this package, which of their rows are on this rank.
+    """Attach to parameters which of their rows this rank has, for DCP and this package.
 
-    The rows follow from the attributes ``megatron_fsdp_slice`` (a range of the block that the other
-    mesh axes leave) and ``megatron_fsdp_dist_index``, or from the buffers of the newer form.
-    Parameters without them stay as they are. No collective.
+    The rows follow from the attributes ``megatron_fsdp_slice`` (a range of the block on the other
+    mesh axes) and ``megatron_fsdp_dist_index``, or from the buffers of the newer form. Skips
+    parameters without them. No collective.
 
     Args:
         parameters: a model, or its parameters.
 
     Raises:
-        UnsupportedParameterError: the range is not that of the shard, or not of whole rows.
+        UnsupportedParameterError: the range does not match the shard, or is not whole rows.
     """
     found = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
     for parameter in found:
@@ -56,8 +56,8 @@ def _describe(parameter: DTensor, start: int, stop: int) -> None:
     if tuple(shard.shape) != (rows, *block[1:]) or rest or start % (row_numel or 1):
         raise UnsupportedParameterError(
             f"a parameter of shape {tuple(parameter.shape)} with a shard of {tuple(shard.shape)}",
-            reason=f"by its Megatron-FSDP attributes this rank has elements {start} to {stop} of "
-            f"a block of {tuple(block)}",
+            reason=f"its Megatron-FSDP attributes give this rank elements {start} to "
+            f"{stop} of a block of {tuple(block)}",
             remedy="shard optimizer state over the inner data axis only "
             '(outer_dp_sharding_strategy="no_shard")',
         )

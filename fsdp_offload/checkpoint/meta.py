@@ -1,4 +1,4 @@
-"""Models on the meta device, before a load: memory for what the files hold, values for the rest."""
+"""Prepare models on the meta device for a load: memory for saved tensors, values for the rest."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .state import some
 
 
 def give_memory(models: Sequence[nn.Module]) -> None:
-    """Give all that is on the meta device memory, with any values: shards where FSDP2 keeps them,
-    the rest on the device that computes."""
+    """Allocate uninitialised memory for all meta tensors: shards where FSDP2 keeps them, the rest
+    on the compute device."""
     for group in find_groups(models):
         group.place(meta=True)
     device = device_of(models) or default_device()
@@ -38,13 +38,13 @@ def give_memory(models: Sequence[nn.Module]) -> None:
 
 @torch.no_grad()
 def make_buffers(models: Sequence[nn.Module], saved: Collection[str]) -> None:
-    """Give buffers on the meta device that are not ``saved`` memory and values.
+    """Initialise buffers on the meta device that are not ``saved``.
 
-    The module's ``reset_parameters()`` makes them, or ``_init_weights(module)`` of the model of
-    Hugging Face around it.
+    Calls the module's ``reset_parameters()``, or ``_init_weights(module)`` of the Hugging Face
+    model around it.
 
     Raises:
-        UnsupportedParameterError: neither does; nothing has changed.
+        UnsupportedParameterError: neither sets them; nothing has changed.
     """
     device, names = device_of(models) or default_device(), dtensor.saved_names(models)
     before: list[tuple[nn.Module, str, Tensor]] = []
@@ -70,21 +70,23 @@ def make_buffers(models: Sequence[nn.Module], saved: Collection[str]) -> None:
             setattr(module, name, buffer)
         raise UnsupportedParameterError(
             f"buffers {some(without)} on the meta device",
-            reason="no file holds them (persistent=False), and their modules do not make them",
-            remedy="give their modules a reset_parameters() that does, or make the model with real "
-            "buffers, such as under accelerate.init_empty_weights()",
+            reason="checkpoints lack them (persistent=False), and their modules do not "
+            "initialise them",
+            remedy="initialise them in reset_parameters() of their modules, or build "
+            "the model with real buffers, such as under "
+            "accelerate.init_empty_weights()",
         )
 
 
 def _initialise(module: nn.Module, around: Any) -> None:
-    """Let the module make its values, unless it would change parameters that have some."""
+    """Make the module set its values, unless it would change existing parameters."""
     if all(parameter.is_meta for parameter in module.parameters(recurse=False)):
         reset = around and functools.partial(around._init_weights, module)
         getattr(module, "reset_parameters", reset or (lambda: None))()
 
 
 def _unset(buffer: Tensor, device: torch.device) -> Tensor:
-    """Make a tensor like ``buffer`` of bytes that are all ones: not-a-number, or -1."""
+    """Make a tensor like ``buffer`` with all bits set: NaN, or -1."""
     made = torch.empty_like(buffer, device=device, memory_format=torch.contiguous_format)
     as_bytes(made).fill_(255)
     return made

@@ -1,11 +1,11 @@
-"""Planners for ``dcp.save`` and ``dcp.load``: which items are written, and where a load reads them.
+"""Planners for ``dcp.save`` and ``dcp.load``: items to write, and targets to read into.
 
 1. The coordinator compares files with the manifest and chunks with tensors.
-2. Every rank finds its keys, compares names and shapes, and reads options and ``extra``. Until
-   here nothing was written, and an error leaves everything as it was, on all ranks.
-3. Every rank reads its tensors: in place, or, masters that it keeps in another form, into host
-   memory. Then module and optimizer take the values over. An error or an interrupt now leaves the
-   optimizer *failed*.
+2. Every rank finds its keys, compares names and shapes, and reads options and ``extra``. Up to here
+nothing was written, and an error changes nothing on any rank.
+3. Every rank reads its tensors in place, or into host memory for masters stored in another form.
+Then module and optimizer adopt the values. An error or an interrupt now leaves the optimizer
+*failed*.
 
 1 and 2 are the local step of DCP's plan, 3 is its reading: DCP raises their errors on all ranks.
 """
@@ -67,7 +67,7 @@ from .state import (
 
 
 class FlatSavePlanner(DefaultSavePlanner):
-    """torch's planner, for a dict that is flat already.
+    """torch's planner, for a dict that is already flat.
 
     Args:
         collect: returns the dict. DCP's local step calls it, which raises its errors on all ranks.
@@ -78,7 +78,7 @@ class FlatSavePlanner(DefaultSavePlanner):
         self.mappings: dict[str, tuple[str | int, ...]] = {}
         self._collect = collect
         # By id: parameters of a group share the objects of their options, which are pickled once.
-        # The entry keeps the object alive, so that the id stays its own.
+        # The entry keeps the object alive, so that the id stays unique.
         self._encoded: dict[int, tuple[Any, bytes]] = {}
 
     @let_through()
@@ -98,17 +98,17 @@ class FlatSavePlanner(DefaultSavePlanner):
         self.state_dict, self.is_coordinator = state, is_coordinator
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Plan as torch does.
+        """Plan like torch, after checking shapes.
 
         Raises:
-            ConfigError: ranks have different tensors of one name.
+            ConfigError: ranks have different tensors under one name.
         """
         _check_same(all_plans)
         with typed():
             return super().create_global_plan(all_plans)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """Pickle a value that is no tensor."""
+        """Pickle a value other than a tensor."""
         if write_item.type is not WriteItemType.BYTE_IO:
             return object
         if id(object) not in self._encoded:
@@ -117,7 +117,6 @@ class FlatSavePlanner(DefaultSavePlanner):
 
 
 def _check_same(plans: Sequence[SavePlan]) -> None:
-    """Refuse tensors of one name whose shapes differ between ranks."""
     sizes: dict[str, torch.Size] = {}
     for item in (item for plan in plans for item in plan.items):
         if item.tensor_data is not None:
@@ -125,8 +124,9 @@ def _check_same(plans: Sequence[SavePlan]) -> None:
             if size != item.tensor_data.size:
                 raise ConfigError(
                     f"{item.index.fqn} of shapes {tuple(size)} and {tuple(item.tensor_data.size)}",
-                    reason="two ranks have different tensors of that name, and one would be lost",
-                    remedy="give modules of different ranks different names",
+                    reason="two ranks have different tensors under this name, and one would be "
+                    "lost",
+                    remedy="give modules on different ranks different names",
                 )
 
 
@@ -154,13 +154,13 @@ class FlatLoadPlanner(DefaultLoadPlanner):
         except Exception as error:
             raise CheckpointError(
                 f"{key}",
-                reason=f"torch cannot load it without running code that it names: {error}",
-                remedy="save it with plain values only",
+                reason=f"torch cannot load it without running its code: {error}",
+                remedy="save it as plain values",
             ) from error
 
 
 def read_values(reader: Reader, keys: Sequence[str]) -> dict[str, Any]:
-    """Read values that are no tensors, and small tensors, by key. No collective."""
+    """Read small tensors and other values, by key. No collective."""
     values: dict[str, Any] = {}
     for key in keys:
         entry = reader.metadata.state_dict_metadata[key]
@@ -182,10 +182,10 @@ class JobLoadPlanner(FlatLoadPlanner):
     Args:
         models: the model, or the parts of a pipeline.
         optimizer: ``None``: weights only.
-        reader: of the checkpoint.
+        reader: the checkpoint's.
         strict: refuse weights that only one side has, and another class of optimizer.
-        model_prefix: see :func:`.rule.find_layout`.
-        optimizer_prefix: see there.
+        model_prefix: as of :func:`.rule.find_layout`.
+        optimizer_prefix: as of :func:`.rule.find_layout`.
     """
 
     def __init__(
@@ -205,10 +205,12 @@ class JobLoadPlanner(FlatLoadPlanner):
         self.extra: dict[str, Any] = {}
         self._stored: Mapping[str, Any] = {}  # DCP's entry of each key of the checkpoint
         self._weights: dict[str, Any] = {}  # by FQN
-        self._names: Mapping[Tensor, Names] = {}  # of the optimizer's parameters
+        self._names: Mapping[Tensor, Names] = {}  # names of the optimizer's parameters
         self._found: Match
         self._read: dict[str, Any] = {}  # the target of each key
-        self._keys: dict[str, dict[str, str]] = {}  # that the optimizer takes, by FQN and entry
+        self._keys: dict[
+            str, dict[str, str]
+        ] = {}  # keys that the optimizer takes, by FQN and entry
         self._masters: list[tuple[Tensor, str]] = []  # weight, and the key of its new value
 
     def create_local_plan(self) -> LoadPlan:
@@ -232,7 +234,7 @@ class JobLoadPlanner(FlatLoadPlanner):
                 self._plan_state(self._optimizer)
             if isinstance(stored.get(EXTRA), BytesStorageMetadata):
                 data = read_values(self._reader, [EXTRA])[EXTRA]
-                if isinstance(data, bytes):  # another program's may be anything
+                if isinstance(data, bytes):  # another program may have written anything
                     self.extra = decode(io.BytesIO(data))
             make_buffers(self._models, self._weights)
             self.set_up_planner(self._read, self._reader.metadata)
@@ -241,7 +243,7 @@ class JobLoadPlanner(FlatLoadPlanner):
             return replace(plan, planner_data=self._found.unknown)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Refuse weights that no rank has; in a pipeline each rank has some of them.
+        """Refuse weights that no rank has; in a pipeline each rank has some.
 
         Raises:
             CheckpointError: the checkpoint has such weights.
@@ -256,19 +258,19 @@ class JobLoadPlanner(FlatLoadPlanner):
         return [replace(plan, planner_data=None) for plan in global_plan]
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Give weights on the meta device memory: everything fits, on all ranks."""
+        """Allocate weights on the meta device, now that everything fits on all ranks."""
         if any(map(_is_meta, self._weights.values())):
             give_memory(self._models)
             fresh = weights_of(self._models)
             for fqn in (fqn for fqn, weight in self._weights.items() if _is_meta(weight)):
                 self._weights[fqn] = fresh[fqn]
-                if (key := self._found.weights.get(fqn)) is not None:  # else a tied one's
+                if (key := self._found.weights.get(fqn)) is not None:  # else a tied weight's
                     self.state_dict[key] = fresh[fqn]
         return super().finish_plan(new_plan)
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Hand the values to module and optimizer."""
+        """Apply loaded values to the module and the optimizer."""
         for parameter, key in self._masters:
             weight, master = dtensor.local(parameter), dtensor.local(self.state_dict[key])
             if key.endswith(REMAINDER):
@@ -279,7 +281,7 @@ class JobLoadPlanner(FlatLoadPlanner):
             mine = weights_of([model])
             set_model_state_dict(model, {f: self._weights[f] for f in mine}, options=options)
             if self._optimizer is None:
-                # The weights were read in place before, so the optimizer saw no change just now.
+                # The weights were read in place before, so the optimizer has seen no change.
                 tell_loaded(model)
         if self._optimizer is not None:
             state = {
@@ -289,7 +291,6 @@ class JobLoadPlanner(FlatLoadPlanner):
             hand_over(self._optimizer, self._names, state, self._found.options)
 
     def _match(self) -> None:
-        """Decide which key goes where, and read options."""
         optimizer, stored, groups = self._optimizer, self._stored, list[list[Names]]()
         if optimizer is not None:
             self._names = names_of(self._models, optimizer)
@@ -322,7 +323,7 @@ class JobLoadPlanner(FlatLoadPlanner):
         if empty and self._optimizer is not None:
             raise ConfigError(
                 "an optimizer of a model on the meta device",
-                reason="its state is kept beside weights, and these have no memory yet",
+                reason="state is kept beside the weights, which have no memory yet",
                 remedy="load the weights first, checkpoint.load(path, model); then build the "
                 "optimizer, and load(path, model, optimizer)",
             )
@@ -346,7 +347,9 @@ class JobLoadPlanner(FlatLoadPlanner):
         if isinstance(optimizer, HybridDeviceOptimizer):
             view = optimizer._for_checkpoints
             live, has_masters = view.read_at_once(), not view.steps_itself
-            masters = masters if has_masters else set()  # its state may have entries of these names
+            masters = (
+                masters if has_masters else set()
+            )  # its state may have entries with these names
             entries = {p: found.state[n[0]].keys() for p, n in self._names.items()}
             view.check_fits(entries, found.options)
         else:
@@ -354,12 +357,12 @@ class JobLoadPlanner(FlatLoadPlanner):
             lost = [kept for keys in found.state.values() if (kept := keys.keys() & masters)]
             if lost:
                 warn(
-                    "the checkpoint has fp32 masters of %d parameters (%s): %s ignores them and "
-                    "goes on from the weights",
+                    "the checkpoint has fp32 masters of %d parameters (%s): %s ignores "
+"them and continues from the weights",
                     len(lost), ", ".join(sorted(set().union(*lost))), type(optimizer).__name__,
                 )  # fmt: skip
         if found.left:
-            warn("the load leaves out the state of %s: this optimizer does not hold them",
+            warn("the load skips the state of %s: this optimizer does not have them",
                  some(found.left))  # fmt: skip
         for parameter, names in self._names.items():
             keys, state = found.state[names[0]], live.get(parameter)
@@ -370,11 +373,10 @@ class JobLoadPlanner(FlatLoadPlanner):
                     self._plan_entry(parameter, names[0], name, keys[name], (state or {}).get(name))
 
     def _check_state(self, optimizer: Optimizer) -> None:
-        """Refuse a checkpoint without state, or of another class of optimizer."""
         if self._found.untold == {names[0] for names in self._names.values()}:
             raise CheckpointError(
                 f"{self._reader.path}",
-                reason="it has no optimizer state for the parameters of this model",
+                reason="it has no optimizer state for this model's parameters",
                 remedy="pass optimizer=None to load weights alone"
                 + or_give("optimizer_prefix", self._stored, self._weights, STATE),
             )
@@ -390,7 +392,6 @@ class JobLoadPlanner(FlatLoadPlanner):
     def _plan_entry(
         self, parameter: Tensor, fqn: str, name: str, keys: Sequence[str], live: Any
     ) -> None:
-        """Read an entry of a parameter's state into ``live``, or into a new tensor."""
         entry = self._stored[keys[0]]
         if isinstance(entry, TensorStorageMetadata) and not isinstance(live, Tensor):
             if entry.size == parameter.shape and name != "step":
@@ -408,7 +409,8 @@ class JobLoadPlanner(FlatLoadPlanner):
         live: Mapping[str, Any] | None,
     ) -> None:
         """Read the master in place, or another form of it into host memory; else the weight is its
-        value. ``live`` is ``None`` for a frozen parameter, which keeps it until it is trained."""
+        value. ``live`` is ``None`` for a frozen parameter, which keeps the master until it is
+        trained."""
         for key in saved.get(REMAINDER, ()):
             if isinstance(entry := self._stored[key], TensorStorageMetadata):
                 check_remainder(key, entry.properties.dtype)
@@ -434,15 +436,13 @@ class JobLoadPlanner(FlatLoadPlanner):
             if live is None:
                 self._masters.append((parameter, weights[0]))
         elif live is None and REMAINDER in saved:
-            warn("the load leaves out %s of %s: it needs a bf16 weight", REMAINDER, names[0])
+            warn("the load skips %s of %s: it needs a bf16 weight", REMAINDER, names[0])
 
     def _take(self, fqn: str, entry: str, keys: Sequence[str], value: Any) -> None:
-        """Plan to read ``keys`` into an entry of the state that the optimizer takes."""
         self._read_into(keys, value)
         self._keys.setdefault(fqn, {})[entry] = keys[0]
 
     def _read_into(self, keys: Sequence[str], value: Any) -> None:
-        """Plan to read ``keys`` into a tensor, or as values."""
         for key in keys:
             entry = self._stored[key]
             _check_shape(key, entry, value)
@@ -459,17 +459,15 @@ def _is_meta(value: object) -> bool:
 
 
 def _is_fp32(stored: object) -> bool:
-    """Tell whether a weight was saved with all bits of an fp32 master."""
     return isinstance(stored, TensorStorageMetadata) and stored.properties.dtype == torch.float32
 
 
 def _check_shape(key: str, stored: Any, value: Any) -> None:
-    """Refuse a tensor of another shape, or no tensor where one is expected."""
     if not isinstance(stored, TensorStorageMetadata):
         if isinstance(value, Tensor) and value.dim() > 0:
             raise StateDictError(
                 f"{key}",
-                reason="the checkpoint has no tensor there",
+                reason="the checkpoint has no tensor under this key",
                 remedy="build the model and the optimizer that were saved",
             )
         return
@@ -477,6 +475,6 @@ def _check_shape(key: str, stored: Any, value: Any) -> None:
     if expected != tuple(stored.size):
         raise StateDictError(
             f"{key} of shape {tuple(stored.size)}",
-            reason=f"this job has it with shape {expected}",
+            reason=f"this job's tensor has shape {expected}",
             remedy="build the model and the optimizer that were saved",
         )

@@ -1,4 +1,4 @@
-"""A ``StorageReader`` for ``dcp.load``: verified block by block, straight to where it belongs."""
+"""A ``StorageReader`` for ``dcp.load`` that verifies each block and reads into the target."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 SLICE_BYTES: Final = 4 * BLOCK_BYTES
-"""What one thread reads at once where elements are converted or lie in another order: the blocks
-at its edges are read twice."""
+"""Bytes that a thread reads at once if elements are converted or reordered; blocks at the edges are
+read twice."""
 
 Job = Callable[[], None]
 
@@ -55,10 +55,10 @@ Job = Callable[[], None]
 class Reader(FileSystemReader):
     """Reads a checkpoint, for ``dcp.load(state, storage_reader=Reader(path))``.
 
-    Each rank reads what it needs, with several threads, and compares every block with its
-    checksum. Elements that lie in the file as in the target go there without a copy between.
-    ``torch.load`` reads files of other programs. Keys whose targets are one memory, such as tied
-    weights, must have equal values.
+    Each rank reads what it needs, with several threads, and compares every block with its checksum.
+    Elements with the same layout in file and target need no intermediate copy. ``torch.load`` reads
+    files of other programs. Keys whose targets share memory, such as tied weights, must have equal
+    values.
 
     Args:
         path: folder of the checkpoint.
@@ -67,15 +67,15 @@ class Reader(FileSystemReader):
     Raises:
         CheckpointError: (in ``dcp.load``, inside a ``CheckpointException``) no checkpoint is at
             ``path``, the file system refused, or two keys have different values for one memory.
-        CheckpointCorruptError: (likewise) a file is not as it was written.
+        CheckpointCorruptError: (likewise) a file changed after it was written.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, *, threads: int | None = None) -> None:
         if path is None:
             raise CheckpointError(
                 "a checkpoint at None",
-                reason="latest() returns None where the folder has no complete checkpoint",
-                remedy="ask before loading, and begin anew where latest() returns None",
+                reason="latest() returns None if the folder has no complete checkpoint",
+                remedy="check the result of latest() first, and start from scratch if it is None",
             )
         super().__init__(path)
         self._threads = threads
@@ -84,10 +84,10 @@ class Reader(FileSystemReader):
         self.metadata = Metadata({})
         self._tables: dict[str, Table | None] = {}
         self._items: dict[str, list[tuple[int, int]]] = {}  # offset and length, by file
-        self._apart: dict[ReadItem, Tensor] = {}  # read and compared before all else
+        self._apart: dict[ReadItem, Tensor] = {}  # read and compared first
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Read and verify ``.metadata``; :meth:`set_up_storage_reader` raises a failure."""
+        """Read and verify ``.metadata``; :meth:`set_up_storage_reader` raises its errors."""
         # dcp.load would replace an error of this method by an untyped one.
         self._tables.clear()
         self._failure = None
@@ -139,7 +139,7 @@ class Reader(FileSystemReader):
                 file = opened(info.relative_path)
                 if file is None:
                     foreign.append(request)
-                    targets.pop(request, None)  # torch commits it
+                    targets.pop(request, None)  # torch commits this one
                 elif request.type is LoadItemType.BYTE_IO:
                     planner.load_bytes(request, io.BytesIO(file.whole(info)))
                 else:
@@ -148,19 +148,18 @@ class Reader(FileSystemReader):
         for request, value in apart.items():
             targets[request].detach().copy_(value)
         for request, target in targets.items():
-            planner.commit_tensor(request, target)  # planners of others may do something
+            planner.commit_tensor(request, target)  # other planners may act on it
         if foreign:
             self._read_foreign(replace(plan, items=foreign), planner)
         return done(None)
 
     def _compare(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Compare values of several keys for one memory, before anything is written."""
         self._apart = self._read_apart(plan, targets_of(plan, planner))
 
     def _read_apart(
         self, plan: LoadPlan, targets: Mapping[ReadItem, Tensor]
     ) -> dict[ReadItem, Tensor]:
-        """Read items whose targets share memory with another key's: threads would mix them.
+        """Read items whose targets share memory with another key's, which threads would mix.
 
         Raises:
             CheckpointError: two of them differ.
@@ -178,7 +177,7 @@ class Reader(FileSystemReader):
         """Compare every block with its checksum.
 
         Returns:
-            False where another program wrote the files, without checksums.
+            False if another program wrote the files, without checksums.
 
         Raises:
             CheckpointCorruptError: a file is not as it was written.
@@ -198,7 +197,6 @@ class Reader(FileSystemReader):
         return bool(jobs)
 
     def _opener(self, files: ExitStack) -> Callable[[str], _File | None]:
-        """Open each file once; ``files`` closes it. ``None``: another program wrote it."""
 
         @functools.cache
         def opened(name: str) -> _File | None:
@@ -221,7 +219,7 @@ class Reader(FileSystemReader):
             table = read_table(path)
             known = None if self.manifest is None else self.manifest.files.get(name)
             if known is not None and (table is None or table.crc != known[1]):
-                raise corrupt(path, "it is not as it was written, or of another save")
+                raise corrupt(path, "it changed after it was written, or belongs to another save")
             self._tables[name] = table
         return self._tables[name]
 
@@ -234,7 +232,6 @@ class Reader(FileSystemReader):
             raise corrupt(self.path, f"torch cannot read an item: {error!r}") from error
 
     def _box(self, request: ReadItem) -> Tensor:
-        """Cut the requested box out of its stored chunk, on the meta device."""
         stored = self.metadata.state_dict_metadata[request.storage_index.fqn]
         assert isinstance(stored, TensorStorageMetadata)  # the planner asked for a tensor
         offsets = request.storage_index.offset
@@ -245,7 +242,7 @@ class Reader(FileSystemReader):
 
 
 class _Apart(DefaultLoadPlanner):
-    """Reads items into tensors of their own."""
+    """Reads items into separate tensors."""
 
     def __init__(self, values: Mapping[ReadItem, Tensor]) -> None:
         super().__init__()
@@ -265,14 +262,12 @@ def targets_of(plan: LoadPlan, planner: LoadPlanner) -> dict[ReadItem, Tensor]:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses between which its elements lie."""
     steps = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
     return start, start + (1 + steps) * tensor.element_size()
 
 
 def _sharing(targets: Mapping[ReadItem, Tensor]) -> list[list[ReadItem]]:
-    """Group items of several keys whose spans overlap, each group by key."""
     spans = [
         (*_span(target), item)
         for item, target in targets.items()
@@ -297,7 +292,7 @@ def _check_equal(
     """Write the values one after the other into an image of the memory that they share.
 
     Raises:
-        CheckpointError: a later one changed an earlier one.
+        CheckpointError: a later value changed an earlier one.
     """
     spans = [_span(targets[item]) for item in items]
     low = min(low for low, _ in spans) // 16 * 16  # which aligns any dtype
@@ -316,7 +311,7 @@ def _check_equal(
 
 @dataclass(frozen=True)
 class _File:
-    """An open file, and the checksums of each item: none in a file of safetensors."""
+    """An open file and the checksums of its items; none for safetensors."""
 
     path: Path
     descriptor: int
@@ -330,9 +325,9 @@ class _File:
         return bytes(data)
 
     def read(self, info: _StorageInfo, start: int, into: memoryview) -> None:
-        """Fill ``into`` with bytes of an item from ``start``, verified where there are checksums.
+        """Fill ``into`` with bytes of an item from ``start``, verified if it has checksums.
 
-        Blocks that ``into`` does not cover are read as a whole, to compare their checksums.
+        Reads partly covered blocks whole, to compare their checksums.
         """
         crcs = self.checksums[info.offset].crcs
         if not crcs:
@@ -369,7 +364,7 @@ def _tensor_jobs(file: _File, info: _StorageInfo, box: Tensor, target: Tensor) -
     """Cut the reading of ``box``, a view of the chunk in an item, into ``target`` into jobs."""
     start, itemsize = file.checksums[info.offset].data_start, box.element_size()
     if start + box.untyped_storage().nbytes() > info.length:
-        raise corrupt(file.path, f"its item at byte {info.offset} has too few bytes of elements")
+        raise corrupt(file.path, f"its item at byte {info.offset} is too short")
     if box.is_contiguous() and target.is_contiguous() and target.dtype == box.dtype:
         first = start + int(box.storage_offset()) * itemsize
         yield from _block_jobs(file, info, first, as_bytes(target))
@@ -382,7 +377,6 @@ def _tensor_jobs(file: _File, info: _StorageInfo, box: Tensor, target: Tensor) -
 
 
 def _read_rows(file: _File, info: _StorageInfo, start: int, box: Tensor, target: Tensor) -> None:
-    """Read the bytes that span the box, and copy its elements, in the target's dtype."""
     steps = zip(box.shape, box.stride(), strict=True)
     flat = torch.empty(1 + sum((size - 1) * stride for size, stride in steps), dtype=box.dtype)
     first = start + int(box.storage_offset()) * box.element_size()
@@ -391,7 +385,6 @@ def _read_rows(file: _File, info: _StorageInfo, start: int, box: Tensor, target:
 
 
 def _block_jobs(file: _File, info: _StorageInfo, first: int, target: Tensor) -> Iterator[Job]:
-    """Make a job for each block of the item that has bytes of ``target`` (1-D uint8)."""
     stop, size = first + target.numel(), file.block_bytes
     for edge in range(first // size * size, stop, size):
         low, high = max(first, edge), min(stop, edge + size)

@@ -1,15 +1,15 @@
-"""Match keys of a checkpoint with tensors of a job: one rule for all loads, on names alone.
+"""Match keys of a checkpoint with tensors of a job by name: one rule for all loads.
 
-A load finds two of them without prefixes::
+A load finds two layouts without explicit prefixes::
 
     model.{fqn}   optim.state.{fqn}.exp_avg       this package, and torch's flat dicts
     model.{fqn}   optimizer.state.{fqn}.exp_avg   torch's nested dicts in many trainers
 
-Options stand beside the state, flat (``param_groups.{fqn}.lr``) or nested (``param_groups``, or
-``param_groups.{index}.lr`` if an option is a tensor). A wrapper's ``module.`` may stand before the
-FQNs of the state (Megatron-FSDP).
+Options are beside the state, flat (``param_groups.{fqn}.lr``) or nested (``param_groups``, or
+``param_groups.{index}.lr`` if an option is a tensor). A wrapper's ``module.`` may precede the FQNs
+of the state (Megatron-FSDP).
 
-A tied weight has several names. A load reads all that the checkpoint has, and
+A tied weight has several names. A load reads all of them that the checkpoint has, and
 :class:`.reader.Reader` refuses values that differ.
 """
 
@@ -37,9 +37,9 @@ Read = Callable[[list[str]], Mapping[str, Any]]
 class KeyLayout:
     """The prefixes of a checkpoint."""
 
-    model: str | None  # before the FQN of a weight; None: it has none of this model
-    optimizer: str | None  # before ``state.`` and ``param_groups``; None: no state of this model
-    inner: str = ""  # between those and the FQN
+    model: str | None  # prefix of a weight's FQN; None: no weights of this model
+    optimizer: str | None  # prefix of ``state.`` and ``param_groups``; None: no state of this model
+    inner: str = ""  # between these and the FQN
 
     def weight(self, fqn: str) -> str:
         """Return the key of a weight."""
@@ -50,7 +50,7 @@ class KeyLayout:
         return f"{self.optimizer}{STATE}{self.inner}{fqn}."
 
     def is_weight(self, key: str) -> bool:
-        """Tell whether a key has the prefix of weights, and not that of the optimizer."""
+        """Whether a key has the prefix of weights, and not that of the optimizer."""
         if self.model is None or not key.startswith(self.model):
             return False
         start = self.optimizer
@@ -68,15 +68,15 @@ class KeyLayout:
 
 
 class Match(NamedTuple):
-    """The answer of :func:`match`; the first of its names stands for a parameter."""
+    """Result of :func:`match`; a parameter's first name identifies it."""
 
     weights: dict[str, str]  # the key of each name that the checkpoint has
-    missing: list[str]  # names of the model's tensors of which it has no name
+    missing: list[str]  # names of the model's tensors without any key
     unknown: list[str]  # keys of weights that the model lacks
     state: dict[str, dict[str, list[str]]]  # keys by entry, for each parameter of the optimizer
     options: list[Options]  # of each group
-    untold: set[str]  # parameters of the optimizer that have neither state nor options
-    left: list[str]  # weights with state that the optimizer does not hold
+    untold: set[str]  # parameters of the optimizer with neither state nor options
+    left: list[str]  # weights with saved state that the optimizer does not hold
 
 
 def match(
@@ -89,11 +89,11 @@ def match(
     """Decide which key goes to which tensor.
 
     Args:
-        layout: of the checkpoint.
+        layout: the checkpoint's.
         keys: of the checkpoint.
         weights: all names of the same tensor, by each name in the model.
         groups: names of each parameter, by group of the optimizer.
-        read: returns the values of keys that hold options.
+        read: returns the values of keys with options.
     """
     stored, entries = set(keys), layout.entries(STATE, keys)
     found = {fqn: layout.weight(fqn) for fqn in weights if layout.weight(fqn) in stored}
@@ -112,7 +112,7 @@ def match(
     return Match(
         weights=found,
         missing=sorted(f for f, names in weights.items() if found.keys().isdisjoint(names)),
-        # Without a prefix, all other keys look like weights.
+        # Without a prefix, all other keys look like weights'.
         unknown=[k for k in keys if layout.model and layout.is_weight(k) and k not in taken],
         state=state,
         options=options,
@@ -129,12 +129,12 @@ def _find_options(
 ) -> tuple[list[Options], set[str]]:
     """Find the options of each group, and the FQNs that have some.
 
-    The first parameter of a group that the checkpoint has speaks for the group.
+    The group's first parameter in the checkpoint decides its options.
     """
     start = f"{layout.optimizer}{GROUPS[:-1]}"
     flat = layout.entries(GROUPS, keys)
     outer = KeyLayout(layout.model, layout.optimizer).entries(GROUPS, keys)
-    # A module may be called "0", too; a nested group always says which parameters it has.
+    # A module may be named "0", too; a nested group always lists its parameters.
     indexed = {i: names for i, names in outer.items() if i.isdecimal() and "params" in names}
     nested: list[Options] = []
     if start in keys:
@@ -156,7 +156,7 @@ def _find_options(
             of_speaker = f"{layout.optimizer}{GROUPS}{layout.inner}{speaker}."
             values = read([of_speaker + name for name in sorted(flat[speaker])])
             found = {key.removeprefix(of_speaker): value for key, value in values.items()}
-        # The names of the saved group's parameters are not this group's.
+        # The saved group's parameter names are not this group's.
         options.append({n: v for n, v in found.items() if n not in ("params", "param_names")})
     return options, told
 
@@ -172,9 +172,9 @@ def find_layout(
 
     Args:
         keys: of the checkpoint.
-        fqns: of the model's weights.
-        model_prefix: before the FQNs of weights; ``None``: ``"model."``.
-        optimizer_prefix: before ``state.``; ``None``: ``"optim."`` or else ``"optimizer."``.
+        fqns: the model's weights'.
+        model_prefix: prefix of the FQNs of weights; ``None``: ``"model."``.
+        optimizer_prefix: prefix of ``state.``; ``None``: ``"optim."``, else ``"optimizer."``.
     """
     known = set(keys)
     start = MODEL_PREFIX if model_prefix is None else model_prefix

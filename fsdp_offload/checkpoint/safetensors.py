@@ -1,4 +1,4 @@
-"""Files of safetensors, in folders as Hugging Face's libraries write and read them.
+"""Read and write safetensors files, in folders like those of Hugging Face's libraries.
 
 A file is a header (JSON: dtype, shape and bytes of each tensor), then elements without gaps. A
 model is one file, or several with an index. DCP's metadata describe them as well as a checkpoint:
@@ -44,7 +44,7 @@ class File:
 
     def __init__(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         self.name = name
-        table: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+        table: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
         at = 0
         for fqn, t in tensors.items():
             span = [at, at := at + t.nbytes]
@@ -83,10 +83,10 @@ def read_folder(path: Path) -> Metadata | None:
     """Describe the tensors of a folder, under the prefix of a checkpoint's weights.
 
     Returns:
-        ``None`` where the folder has no such file.
+        ``None`` if the folder has no such file.
 
     Raises:
-        CheckpointError: it has several models, or its index names files elsewhere.
+        CheckpointError: the folder has several models, or its index names files elsewhere.
         CheckpointCorruptError: a file is missing, or not what its header says.
     """
     files = _files_of(path)
@@ -95,7 +95,7 @@ def read_folder(path: Path) -> Metadata | None:
         for name, (tensor, at) in _tensors_of(file).items():
             key, begin = MODEL_PREFIX + name, torch.Size([0] * tensor.dim())
             if key in metadata.state_dict_metadata:
-                raise corrupt(file, f"{name} is in another file, too")
+                raise corrupt(file, f"another file contains {name}, too")
             chunks = [ChunkStorageMetadata(begin, tensor.shape)]
             metadata.state_dict_metadata[key] = TensorStorageMetadata(
                 TensorProperties(tensor.dtype), tensor.shape, chunks
@@ -106,14 +106,13 @@ def read_folder(path: Path) -> Metadata | None:
 
 
 def _files_of(path: Path) -> list[Path]:
-    """List the files of the model in a folder: of its index, or the only one."""
     for pattern in (INDEX, f"model{SUFFIX}", f"*{SUFFIX}.index.json", f"*{SUFFIX}"):
         found = sorted(path.glob(pattern))
         if len(found) > 1:
             raise CheckpointError(
                 f"{path} with {', '.join(file.name for file in found[:4])}",
-                reason="no index says which of these files are the model",
-                remedy=f"keep one model in a folder, and {INDEX} beside several files",
+                reason="no index lists the files of the model",
+                remedy=f"keep one model per folder, and {INDEX} beside several files",
             )
         if found and found[0].suffix == SUFFIX:
             return found
@@ -122,15 +121,15 @@ def _files_of(path: Path) -> list[Path]:
                 table = json.loads(found[0].read_bytes())
                 names = {str(name) for name in table["weight_map"].values()}
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise corrupt(found[0], f"it is no index: {error!r}") from error
+                raise corrupt(found[0], f"it is not a valid index: {error!r}") from error
             if any(Path(name).name != name for name in names):
-                raise corrupt(found[0], "it names files outside of the folder")
+                raise corrupt(found[0], "it names files outside its folder")
             return [path / name for name in sorted(names)]
     return []
 
 
 def _tensors_of(file: Path) -> dict[str, tuple[Tensor, int]]:
-    """Read a header; returns each tensor, on the meta device, and where its elements begin."""
+    """Read a header; returns each tensor, on the meta device, and the offset of its elements."""
     dtypes = {code: dtype for dtype, code in CODES.items()}
     tensors: dict[str, tuple[Tensor, int]] = {}
     try:
@@ -147,5 +146,5 @@ def _tensors_of(file: Path) -> dict[str, tuple[Tensor, int]]:
     except FileNotFoundError:
         raise corrupt(file, "it is missing") from None
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise corrupt(file, f"its header is not one of safetensors: {error!r}") from error
+        raise corrupt(file, f"its safetensors header is invalid: {error!r}") from error
     return tensors

@@ -1,4 +1,4 @@
-"""Copy a state dict into host memory, so that training may go on while a thread saves it."""
+"""Copy a state dict into host memory, so that training continues while a thread saves it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from .files import ALIGNMENT_BYTES, BLOCK_BYTES, run_all, without_class
 class Stager(AsyncStager):
     """Copies a state dict into page-locked host memory, for ``dcp.async_save(async_stager=...)``.
 
-    The first call reserves exactly the memory that it needs; :meth:`close` gives it back. The
-    copies stay until the next call: one save at a time.
+    The first call reserves exactly the memory that it needs; :meth:`close` frees it. The copies
+    stay until the next call: one save at a time.
 
     Raises:
         HostMemoryError: (in :meth:`stage`) the copies do not fit.
-        UnsupportedParameterError: (likewise) a value does not let itself be copied.
+        UnsupportedParameterError: (likewise) a value cannot be copied.
     """
 
     def __init__(self) -> None:
@@ -43,9 +43,9 @@ class Stager(AsyncStager):
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy ``state_dict`` deeply, with tensors in any container or object.
 
-        It blocks until the copies are complete, behind the work of the current stream. Dense
-        tensors go to page-locked memory, two that are the same view of one memory once; sparse,
-        quantized and strided nested tensors go to pageable memory.
+        Blocks until the copies are complete, after the work of the current stream. Dense tensors go
+        to page-locked memory, equal views of one memory only once; sparse, quantized and strided
+        nested tensors go to pageable memory.
         """
         pickled = io.BytesIO()
         finder = _Finder(pickled)
@@ -78,7 +78,8 @@ class Stager(AsyncStager):
             raise _uncopied("a value in the state dict", error) from error
 
     def _copies_of(self, sources: dict[object, Tensor]) -> dict[object, Tensor]:
-        """Copy one behind the other into the arena; a larger one replaces it if they do not fit."""
+        """Copy tensors one after the other into the arena; a larger arena replaces it if they do
+        not fit."""
         nbytes = sum(align(source.nbytes, ALIGNMENT_BYTES) for source in sources.values())
         if self._arena is None or nbytes > self._arena.n_bytes:
             self.close()
@@ -99,7 +100,6 @@ class Stager(AsyncStager):
         return made
 
     def _fill(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Copy device memory by links, and host memory meanwhile by threads."""
         jobs = [
             functools.partial(Tensor.copy_, *parts)
             for pair in pairs
@@ -117,7 +117,7 @@ class Stager(AsyncStager):
                 written = backend.current_stream().record()
                 stored.append(self._links[device].store(*blocks, after=[written]))
             run_all(jobs)
-        finally:  # else a later call could give the memory back under a copy
+        finally:  # else a later call could free the memory during a copy
             for event in stored:
                 event.synchronize()
 
@@ -125,7 +125,7 @@ class Stager(AsyncStager):
         """Do nothing: :meth:`stage` returns when the copies are complete."""
 
     def close(self) -> None:
-        """Give the memory of the copies back."""
+        """Free the memory of the copies."""
         self._pool = self._arena = None
 
 
@@ -148,7 +148,7 @@ class _Finder(pickle.Pickler):
 
 
 class _Builder(pickle.Unpickler):
-    """Builds the containers and objects of a :class:`_Finder` anew, around ``values``."""
+    """Rebuilds the containers and objects of a :class:`_Finder` around ``values``."""
 
     def __init__(self, file: io.BytesIO, values: list[Any]) -> None:
         super().__init__(file)
@@ -163,7 +163,6 @@ class _Builder(pickle.Unpickler):
 
 
 def _place(plain: Tensor) -> object:
-    """Return a key that two tensors share if they are the same view of one memory."""
     form = plain.dtype, plain.shape, plain.stride(), plain.is_conj(), plain.is_neg()
     return plain.device, plain.data_ptr(), *form
 
@@ -172,7 +171,7 @@ def _with_copies(tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
     """Rebuild ``tensor`` around ``copy`` of each tensor that it consists of.
 
     Raises:
-        UnsupportedParameterError: it does not show the memory of its elements.
+        UnsupportedParameterError: it hides the memory of its elements.
     """
     try:
         return dtensor.like(tensor, _local_copy(dtensor.local(tensor), copy))
@@ -197,7 +196,6 @@ def _local_copy(tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Tell whether shape, strides and dtype describe its memory."""
     return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
 
 
@@ -205,5 +203,5 @@ def _uncopied(what: str, error: Exception) -> UnsupportedParameterError:
     return UnsupportedParameterError(
         what,
         reason=f"copying it failed: {textwrap.shorten(str(error), 200)}",
-        remedy="do not save it, or save it as plain tensors and values",
+        remedy="leave it out, or save plain tensors and values",
     )

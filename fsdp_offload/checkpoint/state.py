@@ -1,12 +1,12 @@
-"""Collect what a save writes, by key: optimizer state, weights, and plain values.
+"""Collect the content of a save by key: optimizer state, weights, and plain values.
 
 Keys are those of torch's flattened optimizer state dict: ``state.{fqn}.{name}`` and
-``param_groups.{fqn}.{option}``, sorted. They follow from the groups and from the schema of the
-optimizer's class, never from what a rank holds, so all ranks have the same without a collective.
+``param_groups.{fqn}.{option}``, sorted. They follow from the groups and the schema of the
+optimizer's class, never from a rank's shards, so all ranks have the same without a collective.
 
 A save never writes an fp32 master twice. fp32 shards are masters themselves. A bf16 weight is the
-upper half of its master, and ``master_remainder`` holds the other 16 bits. A whole master (host
-lane, fp16 shards) is saved as ``master`` (fp32).
+upper half of its master, and ``master_remainder`` holds the other 16 bits. A whole master (updates
+on the CPU, fp16 shards) is saved as ``master`` (fp32).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SEVERAL: Final = (
     "storage_writer=checkpoint.Writer(path)), and load one after the other: "
     "checkpoint.load(path, model, first, optimizer_prefix='first.')"
 )
-"""What to do with several optimizers."""
+"""Remedy for several optimizers."""
 
 Models = nn.Module | Sequence[nn.Module]
 
@@ -62,7 +62,7 @@ class OptimizerState:
 
     Raises:
         ConfigError: (of both methods) a parameter is not in ``model``.
-        StateDictError: (likewise) other ranks could not take over the state, or it does not fit.
+        StateDictError: (likewise) other ranks could not load the state, or it does not fit.
         LaneError: (of :meth:`state_dict`) the optimizer has failed.
     """
 
@@ -81,8 +81,8 @@ class OptimizerState:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned; values may be the live state itself.
 
-        Options that are missing keep their value; parameters without any state get none. If
-        something does not fit, nothing was written.
+        Missing options keep their value; parameters without state get none. If anything does not
+        fit, nothing is written.
         """
         names = names_of(listed(self._model), self._optimizer)
         groups, layout = groups_of(self._optimizer, names), KeyLayout(None, "")
@@ -100,8 +100,8 @@ class OptimizerState:
 
 
 def pack(model: Models, optimizer: Optimizer, *, for_writing: bool = True) -> dict[str, Any]:
-    """Pack as :meth:`OptimizerState.state_dict`; ``for_writing``: the caller may write into the
-    tensors, which the next step then looks for."""
+    """Pack like :meth:`OptimizerState.state_dict`; ``for_writing``: the caller may write into the
+    tensors, so the next step looks for writes."""
     optimizer = wrapper_of(optimizer)
     if not isinstance(optimizer, HybridDeviceOptimizer):
         return _pack_plain(listed(model), optimizer)
@@ -120,13 +120,13 @@ def pack(model: Models, optimizer: Optimizer, *, for_writing: bool = True) -> di
 
 
 def wrapper_of(optimizer: Any) -> Any:
-    """Return the wrapper, where ``optimizer`` is the one that it wraps."""
+    """Return the wrapper, if ``optimizer`` is wrapped by one."""
     view = getattr(optimizer, "_for_checkpoints", None)
     return optimizer if view is None else view.optimizer
 
 
 def state_to_read(optimizer: Optimizer) -> Mapping[Tensor, Mapping[str, Any]]:
-    """Return the final state by parameter, for a caller who does not write into it."""
+    """Return the final state by parameter, for a caller that does not write to it."""
     if isinstance(optimizer, HybridDeviceOptimizer):
         return optimizer._for_checkpoints.read()
     return optimizer.state
@@ -148,7 +148,7 @@ def check_told(found: Match, names: Mapping[Tensor, Names], where: str) -> None:
         raise StateDictError(
             f"optimizer state in {where}",
             reason=f"it has neither state nor options of {some(lost)}, which this optimizer trains",
-            remedy="build the optimizer that was saved, or let their state begin anew: "
+            remedy="build the optimizer that was saved, or start them without state: "
             "checkpoint.load(..., strict=False)",
         )
 
@@ -159,7 +159,7 @@ def hand_over(
     state: Mapping[str, Mapping[str, Any]],
     options: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Load state by name and the options of each group; options that are missing stay."""
+    """Load state by name and the options of each group; missing options stay."""
     groups = [
         {**group, **found, "params": [names[parameter][0] for parameter in group["params"]]}
         for group, found in zip(optimizer.param_groups, options, strict=True)
@@ -178,7 +178,7 @@ def names_of(models: Sequence[nn.Module], optimizer: Optimizer) -> dict[Tensor, 
     """Find the FQNs of each parameter of ``optimizer``; a tied weight has several.
 
     Raises:
-        ConfigError: a parameter is in none of ``models``, or two have one name.
+        ConfigError: a parameter is in none of ``models``, or two share a name.
     """
     saved, names = dtensor.saved_names(models), dict[Tensor, list[str]]()
     owners: dict[str, Tensor] = {}
@@ -186,9 +186,9 @@ def names_of(models: Sequence[nn.Module], optimizer: Optimizer) -> dict[Tensor, 
         if parameter not in saved:
             raise ConfigError(
                 f"a parameter of shape {tuple(parameter.shape)}",
-                reason="the optimizer holds it, but the model does not, so it has no name",
-                remedy="pass the model whose parameters the optimizer was built with; after a "
-                "forward under no_grad, call model.reshard() first",
+                reason="the optimizer has it but the model does not, so it has no name",
+                remedy="pass the model that the optimizer was built from; after a forward "
+                "under no_grad, call model.reshard() first",
             )
         names[parameter] = saved[parameter]
         if twice := [
@@ -199,10 +199,10 @@ def names_of(models: Sequence[nn.Module], optimizer: Optimizer) -> dict[Tensor, 
 
 
 def same_names(names: Sequence[str]) -> ConfigError:
-    """Build the error for two models whose tensors have the same names."""
+    """Build the error for two models with equal tensor names."""
     return ConfigError(
         f"{some(names)} of two of the models",
-        reason="they have the same names, and one set would be lost",
+        reason="both models use these names, and one set would be lost",
         remedy="save both as one: model=nn.ModuleDict({'first': first, 'second': second})",
     )
 
@@ -214,7 +214,6 @@ def some(names: Sequence[str]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Convert NumPy's scalars, which schedules leave in groups, to Python's."""
     is_numpy = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
     return value.item() if is_numpy else value
 
@@ -226,18 +225,18 @@ def _check_value(parameter: Tensor, fqn: str, name: str, value: Any) -> None:
     if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.dim() > 0:
         raise StateDictError(
             f"state {name!r} of {fqn} with shape {tuple(value.shape)}",
-            reason="this rank's shard owns it, and it is not cut as the parameter is, so other "
-            "ranks could not take it over",
-            remedy="gather this state with the functions of the optimizer's package",
+            reason="only this rank's shard has it, and it is not sharded like the "
+            "parameter, so other ranks could not load it",
+            remedy="gather it with the functions of the optimizer's package",
         )
 
 
 def _pack_plain(models: Sequence[nn.Module], optimizer: Optimizer) -> dict[str, Any]:
-    names_of(models, optimizer)  # refuses equal names, of which torch's dict would lose one
+    names_of(models, optimizer)  # refuses equal names, because torch's dict would lose one
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     single = models[0] if len(models) == 1 else nn.ModuleList(models)
     packed = get_optimizer_state_dict(single, optimizer, options=options)
-    if len(models) > 1:  # the position in the list is no part of a name
+    if len(models) > 1:  # the position in the list is not part of a name
         packed = {re.sub(r"^(state|param_groups)\.\d+\.", r"\1.", k): v for k, v in packed.items()}
     return dict(sorted(packed.items()))
 
@@ -266,7 +265,7 @@ def _in_memory(value: Any) -> Any:
 
 
 def wait_for(models: Sequence[nn.Module]) -> None:
-    """Block until the current stream is done: threads read on streams of their own."""
+    """Block until the current stream is done, because threads read on their own streams."""
     # A rank of a pipeline may hold nothing.
     tensors: list[Tensor] = [parameter for model in models for parameter in model.parameters()]
     tensors = tensors or [buffer for model in models for buffer in model.buffers()]
@@ -277,11 +276,11 @@ def wait_for(models: Sequence[nn.Module]) -> None:
 def collect(
     models: Sequence[nn.Module], optimizer: Optimizer | None, extra: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Collect what a save writes, in the order of the current stream: weights as ``model.{fqn}``,
-    state as ``optim.{key}``, and ``extra`` as bytes.
+    """Collect the content of a save, in the order of the current stream: weights as
+    ``model.{fqn}``, state as ``optim.{key}``, and ``extra`` as bytes.
 
     The first rank of a parameter's mesh alone gives options and step counts, which all ranks have:
-    they travel to the coordinator.
+    they all go to the coordinator.
     """
     state: dict[str, Any] = {f"model.{fqn}": value for fqn, value in weights_of(models).items()}
     if optimizer is not None:
@@ -307,8 +306,8 @@ def checked_optimizer(optimizer: Any) -> Optimizer | None:
     """Return the optimizer, or its wrapper, if it can be saved and loaded; no collective.
 
     Raises:
-        ConfigError: it is several optimizers, or something else.
-        ClosedError: this process is a fork of the one that built it: no rank answers a child.
+        ConfigError: not one optimizer.
+        ClosedError: this process is a fork of the one that built it, and no rank answers a child.
     """
     check_optimizer(optimizer, several=SEVERAL)
     found = wrapper_of(optimizer)
@@ -320,7 +319,7 @@ def checked_optimizer(optimizer: Any) -> Optimizer | None:
 def held(
     optimizer: Optimizer | None, *, saves: bool = True
 ) -> contextlib.AbstractContextManager[None]:
-    """Let other threads wait inside before they step: a save, or else a load, is under way.
+    """Make other threads wait before they step, inside a save, or else a load.
 
     Raises:
         BusyError: a signal handler called it in the middle of a step.
@@ -332,7 +331,7 @@ def held(
 
 
 def encode(value: Any, what: str) -> bytes:
-    """Encode ``value`` as ``torch.save`` does.
+    """Encode ``value`` like ``torch.save``.
 
     Raises:
         ConfigError: ``torch.load(weights_only=True)``, which loads use, refuses it.
@@ -345,8 +344,8 @@ def encode(value: Any, what: str) -> bytes:
     except Exception as error:
         raise ConfigError(
             f"{what} of type {type(value).__name__}",
-            reason=f"it cannot be loaded without running code of its own: {error}",
-            remedy="keep numbers, strings, lists, dicts and tensors in it, such as state_dict()s",
+            reason=f"a load would have to run its code: {error}",
+            remedy="store numbers, strings, lists, dicts and tensors, such as its state_dict()",
         ) from error
     return buffer.getvalue()
 

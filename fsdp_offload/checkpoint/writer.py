@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from ..core.config import align
 from ..core.errors import CheckpointError, ConfigError
-from ..core.interrupts import held_back, let_through
+from ..core.interrupts import defer_sigint, let_through
 from ..core.progress import report
 from ..core.storage import as_bytes
 from ..link.link import on_host
@@ -51,14 +51,14 @@ from .manifest import METADATA, encode_metadata
 class Writer(StorageWriter):
     """Writes a checkpoint, for ``dcp.save(state, storage_writer=Writer(path))``.
 
-    Each rank writes one file, with several threads, in a folder of this save's own beside ``path``.
-    When all ranks are done, that folder becomes the checkpoint in one step: a killed job leaves
-    ``path`` as it was. ``dcp.load`` reads it with torch's own reader, too.
+    Each rank writes one file, with several threads, in the save's own folder beside ``path``. When
+    all ranks are done, that folder becomes the checkpoint in one step: a killed job leaves ``path``
+    unchanged. torch's own reader for ``dcp.load`` reads it, too.
 
     Args:
-        path: see :func:`.save`, as are ``overwrite``, ``keep_last`` and ``threads``; a relative one
-            is that of the folder that is current now.
-        optimizer_class: name of the optimizer's class, which a load compares; empty: unknown.
+        path: as of :func:`.save`, like ``overwrite``, ``keep_last`` and ``threads``; a relative
+            path starts at the current folder.
+        optimizer_class: name of the optimizer's class, for a load to compare; empty: unknown.
 
     Raises:
         ConfigError: no checkpoint can be at ``path``; or (in ``dcp.save``, inside a
@@ -66,7 +66,7 @@ class Writer(StorageWriter):
         CheckpointError: (likewise) ``path`` exists, or the file system refused.
     """
 
-    _aside: Path | None = None  # the coordinator's, while there is one
+    _aside: Path | None = None  # the coordinator's working folder, during a save
     _made_parents: Sequence[Path] = ()
     # Ranks that save, if known: without the process group DCP would save the state of one rank.
     _ranks: int | None = None
@@ -87,12 +87,12 @@ class Writer(StorageWriter):
         self._ended = threading.Event()
 
     def __del__(self) -> None:
-        """Leave nothing of a ``dcp.save`` that failed, which nothing else tells."""
+        """Discard the folder of a failed ``dcp.save``, which nothing else reports."""
         if self._aside is not None:
             self.discard()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Let the next save go to ``checkpoint_id``, if it is given."""
+        """Send the next save to ``checkpoint_id``, if given."""
         if checkpoint_id is not None:
             self.path = folder.checked(checkpoint_id)
 
@@ -100,12 +100,13 @@ class Writer(StorageWriter):
         """Check the arguments.
 
         Raises:
-            CheckpointError, ConfigError: one of them is wrong.
+            CheckpointError, ConfigError: an argument is wrong.
         """
         if not kwargs.get("use_collectives", True):
             raise ConfigError(
                 "use_collectives=False",
-                reason="without a common plan only as many ranks could read the checkpoint",
+                reason="without a common plan, only the same number of ranks could load the "
+                "checkpoint",
                 remedy="leave it out",
             )
         check_count("keep_last", self._keep_last)
@@ -113,10 +114,10 @@ class Writer(StorageWriter):
         self._start = time.perf_counter()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return it as it is."""
+        """Return the plan unchanged."""
         return plan
 
-    @held_back()
+    @defer_sigint()
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make an empty folder, and tell each rank the name of its file.
 
@@ -139,8 +140,8 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file.
 
-        A thread holds one block of 8 MiB, and that only of a tensor in device memory. The same
-        state gives the same bytes.
+        A thread holds one block of 8 MiB, and only for tensors in device memory. The same state
+        gives the same bytes.
 
         Raises:
             CheckpointError: the file system refused.
@@ -162,12 +163,12 @@ class Writer(StorageWriter):
             ]
         )
 
-    @held_back()
+    @defer_sigint()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write ``.metadata`` and the manifest, and put the checkpoint in its place.
+        """Write ``.metadata`` and the manifest, and publish the checkpoint.
 
         Raises:
-            CheckpointError: the folder holds other files than the ranks wrote, ``path`` exists by
+            CheckpointError: the folder holds files that the ranks did not write, ``path`` exists by
                 now, or the file system refused.
         """
         assert self._aside is not None, "prepare_global_plan() first"
@@ -191,38 +192,38 @@ class Writer(StorageWriter):
             folder.prune(self.path, self._keep_last)
 
     def _complete(self, verb: str, n_bytes: int) -> None:
-        """Keep the folder, which has its name, and report the save."""
         self._ended.set()
         self._aside = None
         report(f"{verb} {self.path}", n_bytes, time.perf_counter() - self._start)
 
-    @held_back()
+    @defer_sigint()
     def discard(self) -> None:
-        """Leave nothing of a save that failed."""
+        """Remove the folder of a failed save."""
         self._ended.set()
-        if self._aside is not None and self._pid == os.getpid():  # a fork has the parent's
+        if self._aside is not None and self._pid == os.getpid():  # a fork inherits the parent's
             folder.discard(self._aside)
             for made in self._made_parents:
-                with contextlib.suppress(OSError):  # others have come to use it
+                with contextlib.suppress(OSError):  # others may use it by now
                     made.rmdir()
         self._aside = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Tell whether it is a path of a file system."""
+        """Whether it is a path of a file system."""
         return "://" not in str(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
-        """Return nothing."""
+        """Return None: DCP needs no metadata."""
         return None
 
 
 def without_group(path: Path) -> CheckpointError:
-    """Build the error for a save that its ranks cannot complete together."""
+    """Build the error for a save whose process group is gone."""
     return CheckpointError(
         f"{path}",
         reason="its process group was destroyed before the save was complete",
-        remedy="call result() of the future that async_save returns before destroy_process_group()",
+        remedy="before destroy_process_group(), call result() of the future that "
+        "async_save() returned",
     )
 
 
@@ -235,7 +236,7 @@ class _Written(WriteResult):
 
 @dataclass(frozen=True)
 class _Item:
-    """One item of a file: ``before``, ``data`` and ``after``, one behind the other."""
+    """One item of a file: ``before``, ``data`` and ``after``, in this order."""
 
     request: WriteItem
     offset: int
@@ -245,12 +246,12 @@ class _Item:
 
     @property
     def nbytes(self) -> int:
-        """Of all three."""
+        """Bytes of all three."""
         return len(self.before) + self.data.numel() + len(self.after)
 
 
 def _layout(plan: SavePlan, planner: SavePlanner) -> list[_Item]:
-    """Order the items, on every rank alike, each at a multiple of 64 bytes."""
+    """Order the items, equally on every rank, each at a multiple of 64 bytes."""
     items: list[_Item] = []
     offset = 0
     for request in sorted(plan.items, key=lambda i: (i.index.fqn, i.index.offset or ())):

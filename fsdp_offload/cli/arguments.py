@@ -1,4 +1,4 @@
-"""Arguments of each subcommand. This file does not import torch, so that ``--help`` is quick."""
+"""Arguments of each subcommand. This file does not import torch, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEFAULT_ROWS: Final = (
 CARDS: Final = (
     "h100-80", "h200", "b200", "gh200", "a100-80", "a100-40", "l40s", "rtx-4090", "rtx-5090",
 )  # fmt: skip
-"""Those that :mod:`..plan.estimate` knows; it imports torch."""
+"""GPUs of :mod:`..plan.estimate`, which imports torch."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,61 +50,75 @@ def at_least(least: float, kind: type[int] | type[float] = int) -> Callable[[str
 
 def doctor(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``doctor``."""
-    parser.add_argument("--device", type=int, default=0, help="CUDA device by its number")
+    parser.add_argument("--device", type=int, default=0, help="index of the CUDA device")
 
 
 def plan(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``plan``."""
     add = parser.add_argument
     size = parser.add_mutually_exclusive_group(required=True)
-    size.add_argument("--params", help="parameters: 8e9, 8B, 500M; the usual shape is assumed")
+    size.add_argument(
+        "--params", help="number of parameters: 8e9, 8B, 500M; plan assumes the usual shape"
+    )
     size.add_argument("--config", type=Path, help="config.json of a Hugging Face model")
-    add("--gpus", type=at_least(1), default=1, help="that the model is sharded over")
-    add("--gpu", choices=CARDS, default="h100-80", help=", ".join(CARDS), metavar="CARD")
-    link = "GB/s to host memory each way, while both are busy, as `doctor` measures it"
+    add("--gpus", type=at_least(1), default=1, help="GPUs that share the model")
+    add(
+        "--gpu",
+        choices=CARDS,
+        default="h100-80",
+        help="GPU model: " + ", ".join(CARDS),
+        metavar="CARD",
+    )
+    link = "GB/s between GPU and host, each way with both busy, as `doctor` measures it"
     add("--link", type=at_least(0.1, float), help=link)
-    compute = "an iteration's milliseconds without this package, or of a job whose state fits"
+    compute = "milliseconds of an iteration in which nothing moves over the link"
     add("--compute-ms", type=at_least(0.0, float), help=compute)
-    add("--tokens", type=at_least(1), default=16384, help="per iteration and GPU")
+    add("--tokens", type=at_least(1), default=16384, help="tokens per iteration and GPU")
     add("--weights", choices=("bf16", "fp32"), default="bf16", help="dtype of the parameters")
-    add("--moments", choices=("fp32", "bf16", "int8"), default="fp32")
-    add("--no-checkpointing", action="store_true", help="keep all activations")
-    kinds = "what may leave the GPU: state alone, or weights and gradients as well"
+    add("--moments", choices=("fp32", "bf16", "int8"), default="fp32", help="how to store moments")
+    add(
+        "--no-checkpointing",
+        action="store_true",
+        help="keep all activations instead of recomputing them",
+    )
+    kinds = "what may leave the GPU: optimizer state, or also weights and gradients"
     add("--offload", choices=("state", "all"), default="state", help=kinds)
-    add("--device-memory", default="auto", help="as of HybridDeviceOptimizer: auto, 0, 8GiB")
+    add("--device-memory", default="auto", help="GPU memory for what may leave: auto, 0, 8GiB")
 
 
 def inspect(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``inspect``."""
     add = parser.add_argument
-    add("checkpoint", type=Path, help="its folder")
-    add("--skip-elements", action="store_true", help="do not read them to compare checksums")
+    add("checkpoint", type=Path, help="folder of the checkpoint")
+    add("--skip-elements", action="store_true", help="do not verify the checksums of elements")
 
 
 def export(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``export``."""
     add = parser.add_argument
-    add("checkpoint", type=Path, help="its folder; the model is not needed")
-    add("out", type=Path, help="a new folder for the files")
-    add("--dtype", choices=("bf16", "fp32"), help="default: as stored; fp32: the masters, exactly")
-    add("--max-shard-bytes", default="5GB", help="of one file's elements: 5GB, 2GiB")
-    add("--model-prefix", help="before the FQNs of weights in the checkpoint")
-    add("--optimizer-prefix", help="before state.FQN in the checkpoint")
+    add("checkpoint", type=Path, help="folder of the checkpoint; the model is not needed")
+    add("out", type=Path, help="new folder for the files")
+    add("--dtype", choices=("bf16", "fp32"), help="default: as stored; fp32: the exact masters")
+    add("--max-shard-bytes", default="5GB", help="size of one file: 5GB, 2GiB")
+    add("--model-prefix", help="prefix of the weights' keys in the checkpoint")
+    add("--optimizer-prefix", help="prefix of the state's keys in the checkpoint")
 
 
 def bench(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``bench``."""
     add = parser.add_argument
-    add("--device", choices=("cuda", "cpu"), help="default: cuda if there is one; cpu: small sizes")
-    add("--json", type=Path, help="file for all figures")
-    helps = {"tokens": "per iteration and rank", "seq": "tokens of one sequence"}
+    add(
+        "--device", choices=("cuda", "cpu"), help="default: cuda if available; cpu uses small sizes"
+    )
+    add("--json", type=Path, help="file for all figures, as JSON")
+    helps = {"tokens": "tokens per iteration and rank", "seq": "tokens per sequence"}
     for size in ("layers", "dim", "vocabulary", "tokens", "seq"):
         add(f"--{size}", type=at_least(1), help=helps.get(size, "of the GPT"))
-    add("--rows", default=DEFAULT_ROWS, help="names joined by commas; default: all")
-    add("--iterations", type=at_least(1), default=10, help="timed ones per row")
-    add("--warm-up", type=at_least(0), default=20, help="before them, for memory to be steady")
-    add("--micro-batches", type=at_least(1), default=1, help="forwards and backwards per step")
+    add("--rows", default=DEFAULT_ROWS, help="comma-separated names; default: all")
+    add("--iterations", type=at_least(1), default=10, help="timed iterations per row")
+    add("--warm-up", type=at_least(0), default=20, help="iterations before the timed ones")
+    add("--micro-batches", type=at_least(1), default=1, help="forward and backward passes per step")
     add("--params", type=float, help="choose --layers for this many parameters, such as 3.14e9")
     add("--shards", choices=("bf16", "fp32"), default="bf16", help="dtype of the parameters")
-    add("--checkpointed", action="store_true", help="blocks are computed again in backward")
-    add("--deterministic", action="store_true", help="kernels whose bits repeat, to compare losses")
+    add("--checkpointed", action="store_true", help="recompute blocks in backward")
+    add("--deterministic", action="store_true", help="use deterministic kernels, to compare losses")

@@ -9,7 +9,7 @@ State = Literal["ok", "warning", "error"]
 
 
 class Check(NamedTuple):
-    """One line: the thing that was checked, and its effect on offload."""
+    """One line: what was checked, and its effect on offload."""
 
     name: str
     state: State  # "warning": slower, or not known; "error": offload fails here
@@ -28,7 +28,7 @@ def attempt(name: str, look: Callable[[], Check]) -> Check:
         return look()
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        return Check(name, "warning", f"not known: {text}", "see the error it gives")
+        return Check(name, "warning", f"the check failed: {text}", "read this error")
 
 
 def worst(checks: Sequence[Check]) -> State:

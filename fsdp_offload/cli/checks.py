@@ -1,8 +1,8 @@
 """Checks of the host, then of torch, its device and the link.
 
-Those of the host take what they check as arguments, so that a test can give it a fault. Paths are
-Linux's, below a ``root`` that holds ``proc`` and ``sys``. ``address`` is the device's on the PCI
-bus, empty without a device.
+Checks of the host take the facts as arguments, so that a test can pass a fault. Paths are Linux',
+below a ``root`` that contains ``proc`` and ``sys``. ``address`` is the device's on the PCI bus,
+empty without a device.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ def check_host_memory(bounds: Collection[HostMemory], device_bytes: int) -> Chec
     """Compare the tightest bound of host memory with the memory of all devices."""
     name = "host memory"
     if not bounds:
-        remedy = "give all ranks a bound with host_memory="
-        return Check(name, "warning", "not known: neither the kernel nor a cgroup tells", remedy)
+        remedy = "pass host_memory= on all ranks"
+        return Check(name, "warning", "unknown: neither the kernel nor a cgroup reports it", remedy)
     tight = min(bounds, key=lambda bound: bound.free_bytes)
     free, total = size_text(tight.free_bytes), size_text(tight.total_bytes)
-    found = f"{free} free of {total}, by {tight.source}"
+    found = f"{free} free of {total}, according to {tight.source}"
     if not tight.free_bytes:
         return Check(name, "error", found, "end other processes, or raise the container's limit")
     if tight.free_bytes < device_bytes:
         return Check(
             name,
             "warning",
-            f"{found}; less than the devices have, {size_text(device_bytes)}",
-            "AdamW needs 10 bytes per bf16 parameter: give the container more, or keep a share "
-            "on the device with offload_fraction=",
+            f"{found}; less than the devices' own {size_text(device_bytes)}",
+            "AdamW needs 10 bytes per bf16 parameter: raise the container's "
+            "limit, or keep a share on the device with offload_fraction=",
         )
     return Check(name, "ok", found)
 
 
 def check_numa(root: Path, address: str, cores: Collection[int]) -> Check:
-    """Tell whether this process may use ``cores`` next to the device, where state should lie."""
+    """Check whether ``cores`` include any next to the device, where state should lie."""
     name = "NUMA"
     nodes = list((root / "sys/devices/system/node").glob("node[0-9]*"))
     if len(nodes) <= 1 or not address:
@@ -71,7 +71,7 @@ def check_numa(root: Path, address: str, cores: Collection[int]) -> Check:
     node = _read(folder / "numa_node")
     near = parse_cpu_list(_read(folder / "local_cpulist"))
     if not node.isdecimal() or not near:
-        found = f"{len(nodes)} nodes, but not which one is next to {address}"
+        found = f"{len(nodes)} nodes; the node of {address} is unknown"
         return Check(name, "warning", found, "set numa_node in the machine's firmware (it is -1)")
     found = f"{len(nodes)} nodes; node {node} is next to {address}"
     usable = len(near & set(cores))
@@ -79,14 +79,14 @@ def check_numa(root: Path, address: str, cores: Collection[int]) -> Check:
         return Check(
             name,
             "warning",
-            f"{found}, this process may use none of its cores",
-            f"numactl --cpunodebind={node} --membind={node}, or the launcher's binding",
+            f"{found}; this process may use none of its cores",
+            f"bind it: numactl --cpunodebind={node} --membind={node}, or the launcher's option",
         )
-    return Check(name, "ok", f"{found}, of whose cores this process may use {usable}")
+    return Check(name, "ok", f"{found}; this process may use {usable} of its cores")
 
 
 def pcie_gbps(root: Path, address: str) -> float:
-    """Return the GB/s that the device's PCIe carries each way, without headers; 0: not known."""
+    """Return the GB/s of the device's PCIe each way, without headers; 0 if unknown."""
     folder = root / "sys/bus/pci/devices" / address
     speed, width = (_number(_read(folder / f"max_link_{name}")) for name in ("speed", "width"))
     # Up to 5 GT/s 8 of 10 bits carry data, to 32 GT/s 128 of 130, above all of them.
@@ -123,13 +123,12 @@ def check_torch(version: str, run: Sequence[str]) -> Check:
     if found < oldest:
         return Check("torch", "error", f"{version}, older than {run[0]}", remedy)
     if found > newest:
-        return Check("torch", "warning", f"{version}, newer than what was tested", remedy)
+        return Check("torch", "warning", f"{version}, newer than the tested versions", remedy)
     return Check("torch", "ok", version)
 
 
 @contextmanager
 def _group_of_one() -> Iterator[None]:
-    """Make a gloo group of this process alone, whatever a launcher has set."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -146,54 +145,56 @@ def check_names() -> Check:
             fsdp_names.check_torch([model])
         except UnsupportedTorchError as error:
             return Check("FSDP2", "error", f"{error.what}: {error.reason}", error.remedy)
-    return Check("FSDP2", "ok", f"all {len(fsdp_names.NAMES)} private names are there")
+    return Check(
+        "FSDP2", "ok", f"torch has all {len(fsdp_names.NAMES)} private names that this package uses"
+    )
 
 
 def check_device(cuda: str | None, driver: str, devices: Sequence[str]) -> Check:
-    """Tell whether torch, built for ``cuda``, can use a device; empty ``driver``: none."""
+    """Check whether torch, built for ``cuda``, can use a device; empty ``driver``: none."""
     if devices and cuda is None:
-        remedy = "an NVIDIA device: streams and pinning are CUDA's"
-        return Check("device", "warning", f"{', '.join(devices)}, which was not tried", remedy)
+        remedy = "use an NVIDIA device: streams and pinning need CUDA"
+        return Check("device", "warning", f"{', '.join(devices)}, which was never tested", remedy)
     if devices:
-        found = f"{', '.join(devices)}; torch for CUDA {cuda}, driver {driver or 'not known'}"
+        found = f"{', '.join(devices)}; torch for CUDA {cuda}, driver {driver or 'unknown'}"
         return Check("device", "ok", found)
     if cuda is None and driver:
         remedy = "install torch's build for CUDA (pytorch.org)"
         return Check("device", "error", f"driver {driver}, but this torch has no CUDA", remedy)
     if driver:
         found = f"driver {driver}, but torch for CUDA {cuda} sees no device"
-        remedy = "CUDA_VISIBLE_DEVICES, permissions of /dev/nvidia*, or a driver as new as CUDA"
+        remedy = "check CUDA_VISIBLE_DEVICES, permissions of /dev/nvidia*, and the driver's version"
         return Check("device", "error", found, remedy)
-    return Check("device", "warning", "none: CPU tensors only", "run it where training runs")
+    return Check("device", "warning", "no GPU found", "run doctor where training runs")
 
 
 def check_pinning(device: torch.device) -> Check:
-    """Let the driver page-lock memory of this process, and give it back."""
+    """Page-lock some memory of this process, and free it."""
     try:
         HostRange(_PIN_BYTES, device=device, can_pin=True, transfer=TransferConfig()).close()
     except PinningError as error:
-        remedy = 'free host memory, or TransferConfig(pin="prefer"), which is slower'
+        remedy = 'free host memory, or pass TransferConfig(pin="prefer"), which is slower'
         return Check("page-locking", "error", error.reason, remedy)
-    return Check("page-locking", "ok", f"the driver takes {size_text(_PIN_BYTES)}")
+    return Check("page-locking", "ok", f"the driver page-locked {size_text(_PIN_BYTES)}")
 
 
 def check_link(device: torch.device, root: Path, address: str) -> Check:
-    """Measure copies of page-locked memory on the current device: 2 GiB each way, some times."""
+    """Measure copies of page-locked memory on the current device: 2 GiB each way, several times."""
     with _group_of_one():
         measured = measure_link(device, 3)
     to, back, both = (measured[f"{way}_gbps"] for way in ("h2d", "d2h", "h2d+d2h"))
-    found = f"{to:.1f} GB/s to the device, {back:.1f} back, {both:.1f} in all with both at once"
+    found = f"{to:.1f} GB/s to the device, {back:.1f} back, {both:.1f} in total with both busy"
     bound = pcie_gbps(root, address)
     if bound:
-        found += f"; PCIe carries {bound:.1f} each way"
+        found += f"; PCIe allows {bound:.1f} each way"
     if min(to, back) < _SHARE * bound:
-        remedy = "look at NUMA, the slot (lspci -vv), other processes that copy, and the IOMMU"
+        remedy = "check NUMA, the slot (lspci -vv), other processes that copy, and the IOMMU"
         return Check("link", "warning", found, remedy)
     return Check("link", "ok", found)
 
 
 def check_others(device: torch.device) -> Check:
-    """Find device memory that neither this process nor the driver has."""
+    """Find device memory that other processes use."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     others = total_bytes - free_bytes - torch.cuda.memory_reserved(device)
     found = f"{size_text(free_bytes)} free of {size_text(total_bytes)}"
@@ -201,28 +202,30 @@ def check_others(device: torch.device) -> Check:
         return Check(
             "other processes",
             "warning",
-            f"{found}; others have about {size_text(others)}",
-            'end them (nvidia-smi lists them), or give a number: device_memory="2GiB"',
+            f"{found}; others use about {size_text(others)}",
+            'end them (nvidia-smi lists them), or pass a number: device_memory="2GiB"',
         )
     return Check("other processes", "ok", found)
 
 
 def check_triton(device: torch.device | None) -> Check:
-    """Compile and try a kernel for updates on the current device, if there is one."""
+    """Compile and try a kernel for updates on the current device, if any."""
     is_there = find_spec("triton") is not None
     if device is None:
-        found = "there" if is_there else "not installed"
-        return Check("triton", "ok", f"{found}; without a device torch operations update")
+        found = "installed" if is_there else "not installed"
+        return Check("triton", "ok", f"{found}; updates on the CPU use torch operations")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the check reports it
         if triton_kernels() is not None:
-            return Check("triton", "ok", "kernels compile")
+            return Check("triton", "ok", "its kernels compile and compute correctly")
     return Check(
         "triton",
         "warning",
-        f"{'kernels do not compile' if is_there else 'not installed'}: torch operations update, "
-        "slower",
-        "a C compiler and Python's headers" if is_there else "install torch's build for CUDA",
+        f"{'its kernels do not compile' if is_there else 'not installed'}; "
+        "updates use torch operations, which are slower",
+        "install a C compiler and Python's headers"
+        if is_there
+        else "install torch's build for CUDA",
     )
 
 

@@ -33,7 +33,7 @@ def check_import(import_torch: Callable[[], object]) -> Check | None:
         import_torch()
     except (ImportError, OSError) as error:  # OSError: a library that it is linked with
         text = " ".join(str(error).split())
-        remedy = "install it as pytorch.org says, in a version of docs/compatibility.md"
+        remedy = "install it as pytorch.org says, in a version that docs/compatibility.md lists"
         return Check("torch", "error", f"Python cannot import it: {text}", remedy)
     return None
 
@@ -60,7 +60,7 @@ def _of_torch_and_host(index: int) -> Iterator[Check]:
     if not 0 <= index < max(1, count):
         raise ConfigError(
             f"--device {index}",
-            reason=f"torch sees {count}",
+            reason=f"torch sees {count} devices",
             remedy="count from 0, or leave it out",
         )
     device = torch.device("cuda", index) if count else None

@@ -21,18 +21,18 @@ from ..core.errors import CheckpointError
 from ..link.budget import size_text
 
 _CHECKSUMS: Final = {
-    "elements": "checksums of all elements hold",
-    "tables": "tables of checksums hold, elements were not read",
-    "none": "without checksums: another program wrote it",
+    "elements": "all checksums match",
+    "tables": "checksum tables match, elements were not read",
+    "none": "no checksums: another program wrote it",
 }
 _SHOWN: Final = 60  # characters of a value in a line
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report; returns 1 if the checkpoint has a fault.
+    """Print the report; return 1 if the checkpoint has a fault.
 
     Raises:
-        CheckpointError: there is no checkpoint, or reading its ``.metadata`` would run code.
+        CheckpointError: no checkpoint is there, or reading its ``.metadata`` would run code.
     """
     report = look(options.checkpoint, elements=not options.skip_elements)
     print(json.dumps(report, indent=1) if options.json else _text(report))
@@ -110,20 +110,21 @@ def _plain(value: Any) -> Any:
 
 def _text(report: Mapping[str, Any]) -> str:
     lines = [report["path"]]
-    lines += [f"not as it was written: {fault}" for fault in report["faults"]]
+    lines += [f"fault: {fault}" for fault in report["faults"]]
     if not report["faults"]:
         lines.append(f"complete; {_CHECKSUMS[report['checksums']]}")
     if "ranks" in report:
         who = report["optimizer"] or "no optimizer"
-        lines.append(f"completed {report['completed']}, ranks {report['ranks']}, {who}")
+        lines.append(f"saved {report['completed']}, ranks: {report['ranks']}, {who}")
     if "optimizer_steps" in report:
-        lines.append("optimizer steps {:g} to {:g}".format(*report["optimizer_steps"]))
+        lines.append("optimizer steps: {:g} to {:g}".format(*report["optimizer_steps"]))
     for name, value in (report.get("extra") or {}).items():
         text = json.dumps(value)
         lines.append(f"extra {name} = {text[:_SHOWN]}{'...' * (len(text) > _SHOWN)}")
     lines.append(
-        f"tensors {len(report['tensors'])}, {size_text(report['tensor_bytes'])}; "
-        f"other values {len(report['other_values'])}"
+        f"tensors: {len(report['tensors'])}, "
+        f"{size_text(report['tensor_bytes'])}; other values: "
+        f"{len(report['other_values'])}"
     )
     lines += [
         f"{row['tensor_bytes']:>15}  {row['dtype']:<8}  {row['name']}  {row['shape']}"

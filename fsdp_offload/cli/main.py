@@ -19,11 +19,11 @@ from . import arguments
 from .arguments import PROGRAM, Parser
 
 COMMANDS: Final = {
-    "plan": ("plan", "memory of a job from its size, and bounds of its time"),
-    "doctor": ("doctor", "what makes offload slow or fail on this machine"),
-    "inspect": ("inspection", "what a checkpoint holds, whether it is intact"),
-    "export": ("export", "weights of a checkpoint as safetensors files"),
-    "bench": (".bench.iteration", "whole iterations of one job, with each optimizer in turn"),
+    "plan": ("plan", "estimate the memory of a job, and bound its time"),
+    "doctor": ("doctor", "find what makes offload slow or fail on this machine"),
+    "inspect": ("inspection", "list a checkpoint and verify its checksums"),
+    "export": ("export", "write the weights of a checkpoint as safetensors files"),
+    "bench": (".bench.iteration", "time training iterations with several optimizers"),
 }
 """Module and help of each; :mod:`.arguments` has a function of its name. :func:`main` imports the
 module when its command runs; its function ``run`` does the work and returns the exit code."""
@@ -53,7 +53,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno is None:  # torch's, of a library that it cannot load
             return _failed(str(error), f"see {PROGRAM} doctor")
-        remedy = "name a path that this user may read, or write, with space for the files"
+        remedy = "use a path that this user may read or write, with space for the files"
         return _failed(f"{error.filename or type(error).__name__}: {error.strerror}", remedy)
     except ImportError as error:
         return _failed(f"{error.name or 'import'}: {error}", f"see {PROGRAM} doctor")
@@ -67,13 +67,13 @@ def _run(words: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Build the parser of all subcommands."""
-    made = Parser(prog=PROGRAM, description="State of optimizers in host memory: tools.")
+    made = Parser(prog=PROGRAM, description="Tools for training with state in host memory.")
     made.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = made.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (_, text) in COMMANDS.items():
         own = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         if name != "bench":
-            own.add_argument("--json", action="store_true", help="one JSON document on stdout")
+            own.add_argument("--json", action="store_true", help="print one JSON document")
         getattr(arguments, name)(own)
     return made
 

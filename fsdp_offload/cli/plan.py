@@ -107,7 +107,7 @@ def model_of_config(config: Mapping[str, Any]) -> Model:
         raise ConfigError(
             f"a config of {kind}",
             reason="plan does not count experts",
-            remedy="use --params with all parameters: weights and state are then right",
+            remedy="pass --params with the total; weights and state are then right",
         )
     layers, width, vocabulary = (_field(config, name) for name in ("layers", "width", "vocabulary"))
     heads = _field(config, "heads")
@@ -151,36 +151,36 @@ def text_of(
     weights = "bf16" if work.shard_bytes == 2 else "fp32"
     memory = f"{CARDS[card] / GIB:.1f}"
     lines = [
-        f"{model.params / 1e9:.2f} G parameters ({model.layers} blocks, {model.width} wide), "
+        f"{model.params / 1e9:.2f}B parameters ({model.layers} blocks, {model.width} wide), "
         f"{weights} weights, {work.moments} moments, {work.gpus} x {card}, "
         f"{work.tokens} tokens per GPU",
         "",
     ]
     if found is None:
-        lines.append(f"It does not fit into {memory} GiB.")
+        lines.append(f"The job does not fit into {memory} GiB.")
     else:
         stay = " that stay" if work.offload == "all" else ""
         sizes: dict[str, float | None] = {
-            "GiB on each GPU": None,
+            "GiB of memory on each GPU": None,
             f"weights{stay}": found.weights_bytes,
             f"gradients{stay}": found.gradients_bytes,
-            "whole parameters of blocks": found.unsharded_bytes,
+            "all-gathered parameters": found.unsharded_bytes,
             "activations and logits": found.activations_bytes,
-            "state that stays": found.stays_bytes,
-            "slots of what travels": found.slots_bytes,
-            f"peak, of {memory}": found.peak_bytes,
-            "GiB for each GPU": None,
-            "host memory, page-locked": found.host_bytes,
+            "optimizer state that stays": found.stays_bytes,
+            "transfer slots": found.slots_bytes,
+            f"peak (the GPU has {memory})": found.peak_bytes,
+            "GiB of host memory and transfers, for each GPU": None,
+            "page-locked memory": found.host_bytes,
         }
         if work.offload == "state":
-            sizes["state that travels, each way"] = found.travels_bytes
+            sizes["moved each way, per iteration"] = found.travels_bytes
         else:
-            sizes |= {"to the GPU, per iteration": found.in_bytes}
-            sizes |= {"to the host, per iteration": found.out_bytes}
+            sizes |= {"moved to the GPU, per iteration": found.in_bytes}
+            sizes |= {"moved to the host, per iteration": found.out_bytes}
         lines += [s if n is None else f"  {s:<34}{n / GIB:8.2f}" for s, n in sizes.items()]
-        figures = "give --compute-ms and --link"
+        figures = "unknown without --compute-ms and --link"
         if bounds is not None:
-            figures = "{:.0f} to {:.0f}".format(*bounds)
-        lines.append(f"ms per iteration: {figures}")
-    enough = f"more than {MOST_GPUS}: try fewer --tokens" if fewest is None else str(fewest)
-    return "\n".join([*lines, f"fewest GPUs that it fits on: {enough}"])
+            figures = "{:.0f} to {:.0f} ms".format(*bounds)
+        lines.append(f"time per iteration: {figures}")
+    enough = f"more than {MOST_GPUS}; try fewer --tokens" if fewest is None else str(fewest)
+    return "\n".join([*lines, f"fewest GPUs that hold the job: {enough}"])

@@ -1,16 +1,16 @@
-"""What the package needs of a device: streams, events, memory.
+"""Interfaces of one device: streams, events, memory.
 
-Everything that runs beside the host's own thread is *launched* on a :class:`Stream`:
-``stream.launch(fn, *operands)`` runs ``fn(*operands)`` in order on that stream. Three backends
-implement the same interface: the accelerator (CUDA streams), the CPU (every launch runs at once)
-and the stream simulator of ``tests/helpers/simulator.py`` (launches are queued and run only when
-something waits for them). A launched function must get every tensor it reads or writes as an
-operand, not through a closure, because the simulator watches operands' lifetimes; tensors that
-the package itself owns for the optimizer's lifetime (arena, slots, scratch) are exempt.
+All asynchronous work is *launched* on a :class:`Stream`: ``stream.launch(fn, *operands)`` runs
+``fn(*operands)`` in order on that stream. Three backends implement the same interface: the
+accelerator (CUDA streams), the CPU (every launch runs at once) and the stream simulator of
+``tests/helpers/simulator.py`` (launches are queued and run only when something waits for them). A
+launched function must get every tensor it reads or writes as an operand, not through a closure,
+because the simulator watches operands' lifetimes; tensors that the package itself owns for the
+optimizer's lifetime (arena, slots, scratch) are exempt.
 
-Notes on streams: no ``record_stream``. Order between streams is made by events alone, and a
-tensor that a side stream reads is kept alive until the stream that allocated it has waited for
-the reader (see ``docs/internals/overlap.md``).
+The package does not use ``record_stream``. Events alone order streams. A tensor that a side stream
+reads stays alive until the stream that allocated it has waited for the reader
+(``docs/internals/overlap.md``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from .errors import DeviceError
 
 TURN_BYTES: Final = 32 << 20
-"""Of a bulk copy; see core/devices.py."""
+"""Size of one turn of a bulk copy; see core/devices.py."""
 
 
 class Event(Protocol):
@@ -35,41 +35,41 @@ class Event(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Block the calling thread until it has."""
+        """Block the calling thread until that work has completed."""
         ...
 
 
 class PendingEvent:
-    """An event that a thread is going to record; streams and the host may wait for it.
+    """An event that another thread will record; streams and the host may wait for it.
 
     Args:
-        future: of the call that records and returns it.
+        future: result of the call that records the event and returns it.
     """
 
     def __init__(self, future: Future[Event]) -> None:
         self._future = future
 
     def recorded(self) -> Event:
-        """The event itself: blocks the calling thread until it has been recorded.
+        """Return the event; blocks the calling thread until it has been recorded.
 
         Raises:
-            BaseException: what kept the other thread from recording it.
+            BaseException: the error that kept the other thread from recording the event.
         """
         return self._future.result()
 
     def query(self) -> bool:
-        """See :class:`Event`. True after a failure, too: there is nothing to wait for."""
+        """As of :class:`Event`. True after a failure, too, since nothing is left to wait for."""
         if not self._future.done():
             return False
         return self._future.exception() is not None or self._future.result().query()
 
     def synchronize(self) -> None:
-        """See :class:`Event`; raises as :meth:`recorded` does."""
+        """As of :class:`Event`; raises like :meth:`recorded`."""
         self.recorded().synchronize()
 
 
 class TimedEvent(Event, Protocol):
-    """An event that also knows when it was reached."""
+    """An event that also records the time."""
 
     def elapsed_time(self, end_event: Any) -> float:
         """Milliseconds from this event to ``end_event``; both must have been reached."""
@@ -82,33 +82,33 @@ class Stream(Protocol):
     name: str
 
     def launch(self, fn: Callable[..., None], *operands: Any) -> None:
-        """Run ``fn(*operands)`` after all that was launched or waited for here before."""
+        """Run ``fn(*operands)`` after all earlier launches and waits on this stream."""
         ...
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Copy each source into its target, in order: 1-D, uint8, contiguous, of equal length.
 
-        Unlike what is launched, they are operands that the caller keeps until it is done.
+        Unlike a launch, the caller keeps these tensors alive until the copies are done.
         """
         ...
 
     def wait(self, event: Event) -> None:
-        """Let later work here start only after ``event``; the host does not wait.
+        """Make later work on this stream wait for ``event``; the host does not wait.
 
-        Of a :class:`PendingEvent` the host waits until it has been recorded.
+        For a :class:`PendingEvent`, the host waits until it has been recorded.
         """
         ...
 
     def record(self) -> Event:
-        """The event of everything launched here so far."""
+        """Return an event after everything launched so far."""
         ...
 
     def record_timed(self) -> TimedEvent:
-        """:meth:`record`, with the time."""
+        """As :meth:`record`, with the time."""
         ...
 
     def synchronize(self) -> None:
-        """Block the calling thread until everything launched here has completed."""
+        """Block the calling thread until everything launched has completed."""
         ...
 
 
@@ -120,12 +120,11 @@ class BulkStream(Stream, Protocol):
     """A stream for bulk copies between host and device, in one direction."""
 
     def copy_in_turns(self, targets: Turns, sources: Turns) -> None:
-        """:meth:`copy`; between two turns, copies of others get through, and one may run beside
-        the next."""
+        """As :meth:`copy`. Other copies get through between two turns, which may overlap."""
         ...
 
     def keep_order(self) -> None:
-        """Later copies come after all so far: they may have the same targets."""
+        """Order later copies after all earlier ones, because they may share targets."""
         ...
 
 
@@ -138,7 +137,7 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 def in_turns(
     tensors: Sequence[torch.Tensor], turn_bytes: int = TURN_BYTES
 ) -> list[list[torch.Tensor]]:
-    """1-D uint8 tensors in lists of about ``turn_bytes``: large ones cut, small ones together.
+    """Split 1-D uint8 tensors into lists of about ``turn_bytes``: cut large ones, join small ones.
 
     Tensors of the same lengths give parts of the same lengths.
     """
@@ -156,72 +155,72 @@ def in_turns(
 
 
 class AllocatorFigures(NamedTuple):
-    """What torch's allocator says of one device."""
+    """Figures of torch's allocator for one device."""
 
     reserved_bytes: int
-    """That it has of the driver now."""
+    """Memory that it holds from the driver now."""
     allocated_peak_bytes: int
-    """The most that was in use, since the caller reset torch's peaks."""
+    """Peak in use since the last reset of torch's peaks."""
     unused_bytes: int
-    """The most that it had, less the most that was in use."""
+    """Peak reserved minus peak in use."""
     retries: int
-    """How often it gave cached memory back to serve a request."""
+    """How often it released cached memory to serve a request."""
 
 
 class Backend(Protocol):
-    """One device as this package sees it."""
+    """Interface of one device."""
 
     device: torch.device
     can_pin: bool
-    """Whether host memory can be registered with this device's driver."""
+    """Whether the driver of this device can page-lock host memory."""
 
     def stream(self, name: str) -> Stream:
-        """A new stream; ``name`` is for traces and the simulator."""
+        """Make a new stream; ``name`` appears in traces and in the simulator."""
         ...
 
     def bulk_stream(self, name: str) -> BulkStream:
-        """A new stream for bulk copies, among which small ones of others get through."""
+        """Make a new stream for bulk copies that let small copies of others through."""
         ...
 
     def current_stream(self) -> Stream:
-        """The stream that the caller's own torch operations go to."""
+        """Return the stream that the caller's torch operations run on."""
         ...
 
     def is_capturing(self) -> bool:
-        """Whether what the caller's current stream is given goes into a CUDA graph."""
+        """Whether a CUDA graph captures the caller's current stream."""
         ...
 
     def adopt_stream(self, raw: Any) -> Stream:
-        """A stream that another library (FSDP2) made, such as ``torch.cuda.Stream``."""
+        """Wrap a stream that another library (FSDP2) made, such as ``torch.cuda.Stream``."""
         ...
 
     def adopt_event(self, raw: Any) -> Event:
-        """An event that another library recorded, such as ``torch.cuda.Event``."""
+        """Wrap an event that another library recorded, such as ``torch.cuda.Event``."""
         ...
 
     def executor(self, name: str, set_up: Callable[[], None]) -> Executor:
-        """One thread of that name, which first calls ``set_up``."""
+        """Make an executor with one thread of that name, which first calls ``set_up``."""
         ...
 
     def allocate(self, n_bytes: int) -> torch.Tensor:
-        """uint8 device memory, 1D, uninitialised, aligned to at least 256 bytes."""
+        """Allocate 1-D uint8 device memory, uninitialised, aligned to at least 256 bytes."""
         ...
 
     def allocator(self) -> AllocatorFigures | None:
-        """Of torch's allocator; None where there are no such figures."""
+        """Return figures of torch's allocator; None if the device has none."""
         ...
 
     def free_and_total(self) -> tuple[int, int]:
-        """Bytes that torch's allocator could get of the driver, and all there are for it."""
+        """Return the bytes that torch's allocator can still get from the driver, and its limit."""
         ...
 
 
 def stream_to_wait(backend: Backend, what: str = "step()") -> Stream:
-    """:meth:`Backend.current_stream`, for work that a CUDA graph cannot hold.
+    """Return :meth:`Backend.current_stream` for work that a CUDA graph cannot capture.
 
     Args:
-        backend: of the device.
-        what: what the caller does, for the message.
+        backend: the device's.
+        what: the caller's action, for the message.
 
     Raises:
         DeviceError: the stream is being captured.
@@ -229,7 +228,7 @@ def stream_to_wait(backend: Backend, what: str = "step()") -> Stream:
     if backend.is_capturing():
         raise DeviceError(
             f"{what} inside a CUDA graph capture",
-            reason="host transfers and lane decisions cannot be replayed",
-            remedy=f"capture forward and backward, and call {what} outside of the graph",
+            reason="a graph cannot replay transfers and their scheduling",
+            remedy=f"capture forward and backward, and call {what} outside the graph",
         )
     return backend.current_stream()

@@ -1,11 +1,11 @@
-"""Shards that are not cut where their placements say: what they tell DCP.
+"""Answers to DCP for shards that are cut elsewhere than their placements say.
 
 ``torch.distributed.checkpoint`` asks a tensor three things: what to write
 (``__create_write_items__``), what it holds (``__create_chunk_list__``) and for the data of one
 chunk (``__get_tensor_shard__``). A DTensor answers from its mesh and placements, which know torch's
-even cuts only. For a shard cut elsewhere the answers are attributes, which DCP finds first.
+even cuts only. A shard cut elsewhere gets the answers as attributes, which DCP finds first.
 
-They hold the shard and plain numbers, so they follow it through pickle, ``copy.deepcopy``,
+The answers hold the shard and plain numbers, so they follow it through pickle, ``copy.deepcopy``,
 ``torch.save`` and the staging of ``dcp.async_save``. They do *not* follow ``detach()``, ``clone()``
 or ``to()``, which make other tensors: attach last. Nothing here communicates.
 """
@@ -29,14 +29,13 @@ WRITE_ITEMS: Final = "__create_write_items__"
 
 @dataclass(frozen=True)
 class ChunkAnswer:
-    """The answer to one of DCP's questions: ``shard`` is the box at ``offsets`` of a tensor of
-    ``shape``.
+    """Answers one of DCP's questions: ``shard`` is the box at ``offsets`` of a tensor of ``shape``.
 
     Args:
-        question: the name of DCP's attribute.
+        question: name of DCP's attribute.
         shard: contiguous, any dtype and device.
-        shape: of the global tensor.
-        offsets: of the first element, per dim.
+        shape: shape of the global tensor.
+        offsets: index of the first element, per dim.
         writes: whether this rank saves it; exactly one of several replicas does.
     """
 
@@ -59,7 +58,7 @@ class ChunkAnswer:
     def _chunks(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        # Of a tensor without elements every rank has the one chunk that loads ask for.
+        # For a tensor without elements, every rank has the one chunk that loads ask for.
         sizes = self.shape if 0 in self.shape else tuple(self.shard.shape)
         if 0 in sizes and 0 not in self.shape:
             return []
@@ -104,7 +103,7 @@ def attach_chunk(
 
 
 def chunks_of(tensor: Tensor) -> list[ChunkStorageMetadata] | None:
-    """What an attached answer tells, ours or another library's, without empty chunks; ``None``
-    without one."""
+    """Read the chunks of an attached answer, ours or another library's, without empty ones;
+    ``None`` without an answer."""
     answer = getattr(tensor, "__dict__", {}).get(CHUNK_LIST)
     return None if answer is None else [chunk for chunk in answer() if 0 not in chunk.sizes]

@@ -1,4 +1,4 @@
-"""The copies in and out of FSDP2's collectives, without tables of addresses.
+"""Copies in and out of FSDP2's collectives without address tables.
 
 FSDP2 packs a group's gradients with ``fsdp::chunk_cat`` and unpacks an all-gather with
 ``fsdp::split_with_sizes_copy``. On CUDA each of them sends a table of addresses to the device first
@@ -6,15 +6,15 @@ FSDP2 packs a group's gradients with ``fsdp::chunk_cat`` and unpacks an all-gath
 backward. The kernel that reads the table waits for the bulk copies that are ready on the same copy
 engine (:mod:`.devices`, "taking turns"). ``torch.cat`` and ``torch._foreach_copy_`` make the same
 copies with addresses among their kernels' arguments: 7 to 10 % of an iteration
-of 1.33 G parameters on one H100.
+of 1.33B parameters on one H100.
 
 FSDP2 calls these operations as ``torch.ops.fsdp.NAME``, with the buffer of the collective, which it
 allocates by ``_all_gather_comm`` or ``_reduce_scatter_comm`` of the group (torch/distributed/fsdp/
-_fully_shard/_fsdp_collectives.py, 2.11, 2.13, 2.15). So that buffer is of a class that has another
-way of doing them. A ``TorchFunctionMode`` would see every call of FSDP2's: 12,000 in an iteration
-of 60 layers. ``chunk_cat_mixed_dtype``, which torch 2.15 calls in place of ``chunk_cat``, is left
-to torch: it has not been measured. While no state travels there are no bulk copies to wait for, and
-torch's own operations take less of the host's time.
+_fully_shard/_fsdp_collectives.py, 2.11, 2.13, 2.15). So that buffer gets a class that implements
+them differently. A ``TorchFunctionMode`` would see every call of FSDP2: 12,000 in an iteration of
+60 layers. ``chunk_cat_mixed_dtype``, which torch 2.15 calls instead of ``chunk_cat``, stays with
+torch, unmeasured. While no state travels, no bulk copies are in the way, and torch's own operations
+take less host time.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _WIDENED: Final = frozenset((torch.bfloat16, torch.float16))
 
 
 class CommBuffer(Tensor):
-    """A buffer of FSDP2's collectives, which is copied into or from without tables where that
-    gives the same bits. Results are plain tensors."""
+    """A buffer of FSDP2's collectives that copies without address tables if the bits are the same.
+    Results are plain tensors."""
 
     @classmethod
     def __torch_function__(
@@ -51,7 +51,7 @@ class CommBuffer(Tensor):
 
 @functools.cache
 def _replaced() -> dict[Any, Callable[..., bool]]:
-    """By the operation: FSDP2 may have another one in place of either by now."""
+    """Replacements by operation; later versions of FSDP2 may lack either operation."""
     return {
         operation: copy
         for copy in (chunk_cat, split_with_sizes_copy)
@@ -60,7 +60,7 @@ def _replaced() -> dict[Any, Callable[..., bool]]:
 
 
 class _FirstBuffer:
-    """Stands before a ``comm`` of FSDP2, which allocates the collective's copied side first."""
+    """Wraps a ``comm`` of FSDP2, which allocates the copied side of the collective first."""
 
     def __init__(self, comm: Any) -> None:
         self._comm, self._is_first = comm, True
@@ -76,11 +76,11 @@ class _FirstBuffer:
 
 @contextlib.contextmanager
 def copies_without_tables(raw: Any, name: str) -> Iterator[None]:
-    """Inside, the collective of a group of FSDP2 has a :class:`CommBuffer`.
+    """Give a collective of an FSDP2 group a :class:`CommBuffer` inside the context.
 
     Args:
         raw: the group.
-        name: of its attribute with the collective, which FSDP2's public setters replace.
+        name: its attribute with the collective, which FSDP2's public setters replace.
     """
     comm = getattr(raw, name)
     setattr(raw, name, _FirstBuffer(comm))
@@ -91,12 +91,12 @@ def copies_without_tables(raw: Any, name: str) -> Iterator[None]:
 
 
 def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> bool:
-    """``fsdp::chunk_cat``, if nothing has to be padded; False: nothing was done.
+    """Run ``fsdp::chunk_cat`` if nothing needs padding; else return False.
 
     Args:
-        tensors: gradients, each of any shape; of the dtype of ``out``, or of 16 bits for fp32.
+        tensors: gradients of any shape, in the dtype of ``out``, or 16-bit for fp32.
         dim: 0.
-        num_chunks: ranks, which each tensor's first dimension is cut for.
+        num_chunks: number of ranks; cuts each tensor's first dimension.
         out: ``(num_chunks, elements of a rank)``: row ``i`` becomes part ``i`` of each tensor.
     """
     if not tensors or dim != 0 or out.dim() != 2 or out.size(0) != num_chunks:
@@ -122,7 +122,7 @@ def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int, *, out: Tens
 def split_with_sizes_copy(
     source: Tensor, sizes: Sequence[int], dim: int = 0, *, out: Sequence[Tensor]
 ) -> bool:
-    """``fsdp::split_with_sizes_copy``, of plain tensors; False: nothing was done.
+    """Run ``fsdp::split_with_sizes_copy`` on plain tensors; else return False.
 
     Args:
         source: ``(ranks, elements of a rank)``.
@@ -141,13 +141,13 @@ def split_with_sizes_copy(
         torch._foreach_copy_([part.view(-1) for part in out], source.view(-1).split([*sizes]))
         return True
     source, *targets = _as_words(source, *out)
-    # Rows apart from each other: by kernels, not by a copy engine.
+    # The rows are apart, so kernels copy them, not a copy engine.
     torch._foreach_copy_(targets, source.split([target.size(1) for target in targets], dim=1))
     return True
 
 
 def _as_words(*matrices: Tensor) -> Sequence[Tensor]:
-    """The same as int64, for kernels that move elements; as they are where one has parts of words.
+    """View the matrices as int64 for copy kernels; unchanged if a row is not a multiple of 8 bytes.
 
     All are contiguous and of one dtype.
     """
@@ -160,7 +160,6 @@ def _as_words(*matrices: Tensor) -> Sequence[Tensor]:
 
 
 def _are_plain(tensors: Sequence[Tensor], dtype: torch.dtype) -> bool:
-    """Whether all are ordinary tensors, contiguous, of that dtype."""
     return all(
         type(tensor) in (Tensor, CommBuffer) and tensor.dtype == dtype and tensor.is_contiguous()
         for tensor in tensors

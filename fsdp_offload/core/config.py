@@ -1,4 +1,4 @@
-"""What a user may choose: frozen dataclasses, checked when they are made.
+"""Options of the user: frozen dataclasses that check their values when they are built.
 
 Each value is explained under its field. Sizes are a string such as ``"8GiB"`` (binary units) or
 ``"8GB"`` (decimal units), or an ``int`` of bytes: 0, or 1 MiB and more (buckets and pages: 4 KiB).
@@ -24,7 +24,7 @@ _PINS: Final = ("require", "prefer", "never")
 OFFLOADS: Final = ("state", "all")
 OVERLAPS: Final = ("step", "forward", "backward")
 FIRST_DEVICE_BYTES: Final = GIB
-"""What ``device_memory="auto"`` takes until it is known what is to spare."""
+"""Bytes that ``device_memory="auto"`` takes until it knows the job's peak."""
 SMALL_BUCKET_BYTES: Final = 32 * MIB
 LARGE_BUCKET_BYTES: Final = 128 * MIB
 MOMENTS: Final[dict[object, torch.dtype | Literal["int8"] | None]] = {
@@ -36,10 +36,10 @@ MOMENTS: Final[dict[object, torch.dtype | Literal["int8"] | None]] = {
     "int8": "int8",
     torch.int8: "int8",
 }
-"""What ``moments=`` accepts, and what it means."""
+"""Values of ``moments=`` and their meaning."""
 
 SMALL_BYTES: Final = 4096
-"""Of buckets and pages, which may well be smaller than 1 MiB."""
+"""Least size of buckets and pages, which may be smaller than 1 MiB."""
 
 _UNITS: Final = {
     "B": 1,
@@ -55,15 +55,15 @@ _UNITS: Final = {
 
 
 def parse_bytes(value: object, name: str = "size", *, least_int: int = MIB) -> int:
-    """Bytes meant by ``value``: 0, an int, or a number and a unit ("8GiB", "5 MB").
+    """Parse a byte size: 0, an int, or a number and a unit ("8GiB", "5 MB").
 
     Args:
-        value: what the caller gave.
-        name: of the option.
+        value: the caller's value.
+        name: name of the option.
         least_int: bytes; a smaller int was probably meant in another unit.
 
     Raises:
-        ConfigError: no size, a negative one, or a number whose unit is missing.
+        ConfigError: ``value`` is not a size, is negative, or lacks a unit.
     """
     if not isinstance(value, bool) and isinstance(value, Integral):  # NumPy's, too
         if int(value) == 0 or int(value) >= least_int:
@@ -78,10 +78,10 @@ def parse_bytes(value: object, name: str = "size", *, least_int: int = MIB) -> i
 
 
 def check_choice(name: str, value: object, choices: Sequence[object], reason: str) -> None:
-    """Refuse what is not one of ``choices``; 1 is no True.
+    """Refuse a value outside ``choices``; 1 does not count as True.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: ``value`` is not a choice.
     """
     if value not in choices or not isinstance(value, str | bool | None):
         quoted = " or ".join(
@@ -91,26 +91,25 @@ def check_choice(name: str, value: object, choices: Sequence[object], reason: st
 
 
 def sized(value: int | str | None, name: str = "size", *, least_int: int = MIB) -> int | None:
-    """:func:`parse_bytes` of what may be left out."""
+    """As :func:`parse_bytes`; ``None`` stays ``None``."""
     return None if value is None else parse_bytes(value, name, least_int=least_int)
 
 
 def _no_size(value: object, name: str) -> ConfigError:
-    """The error that names what was probably meant."""
     try:
         number = float("nan") if isinstance(value, bool) else float(str(value))
     except ValueError:
         number = float("nan")
     reason, remedy = "not a size", 'write bytes as an int, or text with a unit, such as "8GiB"'
     if number < 0:
-        reason, remedy = "a size is never negative", "use 0"
+        reason, remedy = "a size cannot be negative", "use 0"
     elif 0 < number < 1:
         reason, remedy = "a share is not accepted", 'write a size, such as "8GiB"'
     elif 1 <= number < float("inf"):
         unit = "B" if number >= MIB else "MiB" if number >= 1024 else "GiB"
         reason = "text needs a unit" if isinstance(value, str) else "a float needs a unit"
         if isinstance(value, Integral):
-            reason = "an int counts bytes, and so few of them are probably a mistake"
+            reason = "an int counts bytes, and so few are probably a mistake"
         remedy = f'write "{number:.15g}{unit}"'
         if unit != "B":
             remedy += f', or "{number:.15g}B" if bytes are meant'
@@ -118,32 +117,31 @@ def _no_size(value: object, name: str) -> ConfigError:
 
 
 def align(value: int, unit: int) -> int:
-    """``value`` rounded up to a multiple of ``unit``."""
+    """Round ``value`` up to a multiple of ``unit``."""
     return -(-value // unit) * unit
 
 
 @dataclass(frozen=True)
 class TransferConfig:
-    """How state travels between host and device, and how host memory is obtained."""
+    """How state moves between host and device, and how host memory is allocated."""
 
     bucket_bytes: int | str | None = None
-    """Bytes of state, all kinds together, in one bucket: the unit of transfer and update. Each
-    element counts as 4 bytes at least. ``None``: 128 MiB beside forward and backward, where the
-    host's own time per bucket competes with their launches, if there is a GiB of device memory for
-    it; else 32 MiB."""
+    """Bytes of state in one bucket, the unit of transfer and update. Each element counts as at
+    least 4 bytes. ``None``: 128 MiB if updates overlap forward or backward, where host time per
+    bucket competes with their launches, and a GiB of device memory is allowed; else 32 MiB."""
 
     host_threads: int | None = None
-    """Threads of the host lane, on cores next to the device. ``None``: cores of this process /
-    ranks on this host, whatever ``OMP_NUM_THREADS`` says."""
+    """Threads for updates on the CPU, on cores next to the device. ``None``: cores of this process
+    / ranks on this host, regardless of ``OMP_NUM_THREADS``."""
 
     pin: Literal["require", "prefer", "never"] = "require"
     """``"require"``: page-locked host memory or an error. ``"prefer"``: fall back to pageable
     memory with a warning. ``"never"``: pageable. Without an accelerator nothing is pinned."""
 
     host_memory: int | str | None = None
-    """Bytes of host memory that all ranks on this host may use together, over everything of this
-    package that takes some: one value for all. ``None``: that of another object, or the smaller of
-    free memory and what the cgroup leaves. Of an optimizer: ``host_memory=`` says the same."""
+    """Bytes of host memory that all objects of this package may use together, on all ranks of this
+    host: one value for all. ``None``: the value of another object, else free memory or the cgroup's
+    limit, whichever is smaller. ``host_memory=`` of an optimizer means the same."""
 
     def __post_init__(self) -> None:
         bucket_bytes = sized(self.bucket_bytes, "bucket_bytes", least_int=SMALL_BYTES)
@@ -158,10 +156,12 @@ class TransferConfig:
         if threads is not None and (type(threads) is not int or threads < 1):
             raise ConfigError(
                 f"host_threads={threads!r}",
-                reason="the host lane needs a whole number of threads, 1 at least",
-                remedy="use an int from 1 on, or None for cores / local ranks",
+                reason="updates on the CPU need at least one thread",
+                remedy="pass an int of at least 1, or None for cores / local ranks",
             )
-        check_choice("pin", self.pin, _PINS, "page-locking is required, preferred or left out")
+        check_choice(
+            "pin", self.pin, _PINS, "page-locked memory is required, preferred, or never used"
+        )
 
 
 @dataclass(frozen=True)
@@ -170,20 +170,21 @@ class OffloadConfig:
 
     offload_fraction: float = 1.0
     device_memory: int | Literal["auto"] = "auto"
-    """Bytes that the optimizer may take on the device, for state that travels or stays there."""
+    """Device bytes that the optimizer may take, for slots and for state that stays."""
     update_on: str = "device"
-    """Where offloaded state is updated. ``"device"``: streamed. ``"host"``: on CPU cores."""
+    """Where offloaded state is updated: ``"device"`` as it streams through, or ``"host"`` on CPU
+    cores."""
     overlap: str | None = None
-    """None: ``"forward"`` where that is possible, else ``"step"``."""
+    """None: ``"forward"`` if possible, else ``"step"``."""
     moments: torch.dtype | Literal["int8"] | None = None
-    """How state tensors are kept between updates. ``None``: fp32 where there is a master, else the
-    shard's dtype, which is what torch would use on such a parameter. bf16, or int8 (``exp_avg``
-    and ``exp_avg_sq``, with a scale per 64 elements): where the update runs in fp32, element by
-    element, and on the device. See ``docs/optimizers.md``."""
+    """How state tensors are stored between updates. ``None``: fp32 if the parameter has a master,
+    else the shard's dtype, as torch does. bf16 and int8 (``exp_avg`` and ``exp_avg_sq``, with a
+    scale per 64 elements) need an element-wise update in fp32 on the device. See
+    ``docs/optimizers.md``."""
     master_weights: bool = True
     """Whether parameters with bf16 or fp16 shards get an fp32 master."""
     offload: str = "state"
-    """What may leave the device: optimizer state, or weights as well."""
+    """Memory that may leave the device: ``"state"``, or ``"all"``: also weights and gradients."""
     transfer: TransferConfig = field(default_factory=TransferConfig)
 
     @classmethod
@@ -198,7 +199,7 @@ class OffloadConfig:
         transfer: TransferConfig | None = None,
         **others: Any,
     ) -> OffloadConfig:
-        """Check the user's arguments together; ``others`` are fields as they are.
+        """Check the user's arguments together; ``others`` are further fields.
 
         Raises:
             ConfigError: a value is out of range, unknown, or contradicts another.
@@ -227,7 +228,7 @@ class OffloadConfig:
         if not is_number or not 0.0 <= fraction <= 1.0:  # also refuses NaN
             raise ConfigError(
                 f"offload_fraction={fraction!r}",
-                reason="not a number from 0 to 1",
+                reason="it must be a number from 0 to 1",
                 remedy="0 keeps all state on the device, 1 offloads all of it",
             )
         why = "state is updated on the device, or on the host's cores"
@@ -235,30 +236,30 @@ class OffloadConfig:
         if self.moments is not None and self.update_on == "host":
             raise ConfigError(
                 f"update_on='host' with moments={self.moments!r}",
-                reason="the host lane updates state where it lies, in the dtype of the update",
+                reason="updates on the CPU keep state in the update's dtype",
                 remedy='use update_on="device", or leave moments out',
             )
-        check_choice("offload", self.offload, OFFLOADS, "it names what may leave the device")
+        check_choice("offload", self.offload, OFFLOADS, "it selects what may leave the device")
         check_choice("master_weights", self.master_weights, (True, False), "neither True nor False")
         why = "it names what the updates run in, or beside"
         check_choice("overlap", self.overlap, (None, *OVERLAPS), why)
 
     def compute_dtype(self, shard_dtype: torch.dtype) -> torch.dtype:
-        """dtype in which a shard of ``shard_dtype`` is updated and its moments are kept."""
+        """Return the dtype of updates and moments for a shard of ``shard_dtype``."""
         if self.master_weights and shard_dtype in (torch.bfloat16, torch.float16):
             return torch.float32
         return shard_dtype
 
     @property
     def first_device_bytes(self) -> int:
-        """Device memory for slots, and for buckets that stay, from the beginning."""
+        """Device bytes for slots and buckets that stay, at the start."""
         if self.device_memory != "auto":
             return self.device_memory
         return 0 if self.overlap == "step" else FIRST_DEVICE_BYTES
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of state in a bucket."""
+        """Return the bytes of state in a bucket."""
         given = sized(self.transfer.bucket_bytes, least_int=SMALL_BYTES)
         if given is not None:
             return given
@@ -267,18 +268,17 @@ class OffloadConfig:
 
 
 def _moments_meant(moments: object, master_weights: bool) -> torch.dtype | Literal["int8"] | None:
-    """Of ``moments=``; see :data:`MOMENTS`."""
     if not isinstance(moments, Hashable) or moments not in MOMENTS:
         raise ConfigError(
             f"moments={moments!r}",
-            reason="state is kept in the dtype of the update, in bf16, or in int8 codes",
+            reason="moments are stored in the update's dtype, in bf16, or in int8",
             remedy='use "fp32", "bf16", "int8", or a dtype',
         )
     if moments is not None and MOMENTS[moments] is None and not master_weights:
         raise ConfigError(
             f"moments={moments!r} with master_weights=False",
             reason="without a master, moments have the shard's dtype",
-            remedy="leave one of them out",
+            remedy="pass only one of them",
         )
     return MOMENTS[moments]
 
@@ -289,8 +289,8 @@ def _with_host_memory(transfer: TransferConfig, host_memory: int | str | None) -
     if transfer.host_memory is not None:
         raise ConfigError(
             f"host_memory={host_memory!r} and {transfer.host_memory!r} in transfer",
-            reason="both say how much host memory there is",
-            remedy="give one of them",
+            reason="both bound host memory",
+            remedy="pass only one of them",
         )
     return replace(transfer, host_memory=host_memory)
 

@@ -1,16 +1,15 @@
-"""Functions of the CUDA driver: address ranges with memory mapped into them, copies.
+"""CUDA driver functions: mapping memory into address ranges, and copies.
 
-Bound by ``ctypes`` to ``libcuda.so.1``, which is there wherever torch finds a CUDA device: no
-dependency, and one call costs less than through generated bindings. The structures are part of the
-driver's binary interface and have not changed since CUDA 10.2; the youngest function is of 11.0.
+``ctypes`` binds ``libcuda.so.1``, which exists wherever torch finds a CUDA device. That adds no
+dependency and costs less per call than generated bindings. The structures belong to the driver's
+binary interface, unchanged since CUDA 10.2; the newest function came with 11.0.
 
 A step enqueues thousands of copies, and on the CPU of a GPU machine each ``Tensor.copy_`` took 13
-us, an event with its record 4 us (docs/internals/ring.md). :class:`Commands` calls the
-driver's functions behind them. They go to the same streams and events, so both kinds may be mixed.
-They only enqueue, so they keep the interpreter lock:
-the host lane's threads would take it after each, and give it back later than the call lasts. (A
-stream that has no room for another command lets the call wait, and so does CUDA from or to memory
-that is not page-locked, with ``pin="never"``: all threads of Python wait with it.)
+us, an event with its record 4 us (docs/internals/ring.md). :class:`Commands` calls the driver's
+functions behind them, on the same streams and events, so both kinds mix. They only enqueue, so they
+keep the interpreter lock: threads that update on the CPU would take it after each call, and hold it
+longer than the call lasts. (All Python threads wait if a stream has no room for another command, or
+if memory is not page-locked, with ``pin="never"``.)
 """
 
 from __future__ import annotations
@@ -94,20 +93,20 @@ def _library(kind: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL:
     except (OSError, AttributeError) as error:
         raise DeviceError(
             "the CUDA driver (libcuda.so.1)",
-            reason=f"it has no virtual memory management: {error}",
-            remedy="use an NVIDIA driver of CUDA 11.0 or later, or do without fixed addresses",
+            reason=f"it lacks virtual memory management: {error}",
+            remedy="install an NVIDIA driver of CUDA 11.0 or later, or do without fixed addresses",
         ) from None
     return library
 
 
 class Driver:
-    """Memory of one CUDA device. None of the calls needs a current context.
+    """Maps memory of one CUDA device. No call needs a current context.
 
     Args:
         device: ``cuda`` with an index.
 
     Raises:
-        DeviceError: there is no such driver, or the device cannot do it.
+        DeviceError: the driver is missing, or the device cannot map memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -121,7 +120,7 @@ class Driver:
         _check(self._lib.cuInit(0), "cuInit", device)
         rdma = _int()
         code = self._lib.cuDeviceGetAttribute(ctypes.byref(rdma), _RDMA_WITH_VMM, device.index)
-        if code == 0 and rdma.value:  # so that network cards reach it, as they do torch's memory
+        if code == 0 and rdma.value:  # so that network cards reach it, like torch's memory
             self._properties.flags.rdma = 1
         granularity = _size()
         code = self._lib.cuMemGetAllocationGranularity(
@@ -131,7 +130,7 @@ class Driver:
         self.granularity_bytes = int(granularity.value)
 
     def reserve(self, n_bytes: int) -> int:
-        """The address of a new range, without memory.
+        """Reserve an address range without memory; returns its address.
 
         Raises:
             DeviceError: the driver refused.
@@ -142,11 +141,11 @@ class Driver:
         return int(address.value)
 
     def map(self, address: int, n_bytes: int) -> None:
-        """Put memory there.
+        """Map memory at ``address``.
 
         Raises:
-            torch.OutOfMemoryError: there is none, also after torch has emptied its cache.
-            DeviceError: the driver refused for another reason. Nothing is mapped either way.
+            torch.OutOfMemoryError: no memory, even after torch has emptied its cache.
+            DeviceError: the driver refused for another reason. Either error maps nothing.
         """
         code = self._map(address, n_bytes)
         if code == OUT_OF_MEMORY:
@@ -164,34 +163,34 @@ class Driver:
         return int(code) or self._put(address, n_bytes, handle.value)
 
     def unmap(self, address: int, n_bytes: int) -> None:
-        """Take away what one :meth:`map` put there. All work on it has completed.
+        """Unmap what one :meth:`map` mapped. All work on it has completed.
 
         Raises:
-            DeviceError: the driver refused; it is still there.
+            DeviceError: the driver refused; the memory is still mapped.
         """
         code = self._lib.cuMemUnmap(address, n_bytes)
         _check(code, f"unmapping {n_bytes} bytes", self.device)
 
     def tensor(self, address: int, n_bytes: int, owner: object) -> Tensor:
-        """1-D uint8 over memory that is mapped now; its storage keeps ``owner``."""
+        """Return a 1-D uint8 tensor over mapped memory; its storage keeps ``owner`` alive."""
         return torch.as_tensor(_Array(address, n_bytes, owner), device=self.device)
 
     def close(self, address: int, n_bytes: int, mapped: dict[int, int]) -> None:
-        """Give back a range and what is mapped there (bytes by address), which nothing refers to.
-        Never raises: it runs when tensors are collected."""
+        """Free an unused range and its mappings (bytes by address). Never raises, because it runs
+        when tensors are collected."""
         try:
             if torch.cuda.is_current_stream_capturing():
-                return  # to wait would end the capture; the range is left as it is
+                return  # waiting would end the capture, so the range stays
             torch.cuda.synchronize(self.device)  # the last tensor may go before kernels that use it
             while mapped:
                 self.unmap(*mapped.popitem())
             self._lib.cuMemAddressFree(address, n_bytes)
-        except Exception:  # a failed device: likewise
+        except Exception:  # a failed device: the range stays
             return
 
     def _put(self, address: int, n_bytes: int, handle: int) -> int:
         code = self._lib.cuMemMap(address, n_bytes, 0, handle, 0)
-        # From here on the mapping owns the memory; where mapping failed, it goes at once.
+        # From here on the mapping owns the memory; if mapping failed, it is freed at once.
         self._lib.cuMemRelease(handle)
         if code:
             return int(code)
@@ -202,7 +201,7 @@ class Driver:
 
 
 class _Array:
-    """What torch takes a tensor from; the tensor's storage keeps it, and it keeps ``owner``."""
+    """Source of a torch tensor; the tensor's storage keeps it, and it keeps ``owner`` alive."""
 
     def __init__(self, address: int, n_bytes: int, owner: object) -> None:
         self.owner = owner
@@ -215,25 +214,25 @@ class _Array:
 
 
 class Commands:
-    """Copies and waits for the streams and events of one CUDA device, for little host time.
+    """Enqueues copies and waits on one CUDA device for little host time.
 
     Args:
         device: ``cuda`` with an index; torch has initialised it.
 
     Raises:
-        DeviceError: there is no such driver.
+        DeviceError: the driver is missing.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._lib, self.device = _library(ctypes.PyDLL), device
         _check(self._lib.cuInit(0), "cuInit", device)
-        context = _word()  # torch's own; it stays for as long as the process lives
+        context = _word()  # torch's own, which lives as long as the process
         code = self._lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), device.index)
         _check(code, "cuDevicePrimaryCtxRetain", device)
         self._context = context.value
 
     def here(self) -> AbstractContextManager[object]:
-        """Inside, this thread may call the other methods."""
+        """Let this thread call the other methods inside the context."""
         current = _word()
         self._lib.cuCtxGetCurrent(ctypes.byref(current))
         return _NOTHING if current.value == self._context else _Current(self._lib, self._context)
@@ -243,8 +242,8 @@ class Commands:
 
         Args:
             stream: ``torch.cuda.Stream`` of the device.
-            targets: kept, with their memory, until the copies have completed: by the caller.
-            sources: likewise.
+            targets: the caller keeps them, with their memory, until the copies have completed.
+            sources: the caller keeps them, too.
         """
         enqueue, handle = self._lib.cuMemcpyAsync, stream.cuda_stream
         for target, source in zip(targets, sources, strict=True):
@@ -256,13 +255,13 @@ class Commands:
                 _check(code, f"a copy of {n_bytes} bytes", self.device)
 
     def wait(self, stream: Any, event: Any) -> None:
-        """Let later work of ``stream`` wait for ``torch.cuda.Event``, which has been recorded."""
+        """Make later work of ``stream`` wait for a recorded ``torch.cuda.Event``."""
         code = self._lib.cuStreamWaitEvent(stream.cuda_stream, event.cuda_event, 0)
         if code:
             _check(code, "cuStreamWaitEvent", self.device)
 
     def record(self, event: Any, stream: Any) -> None:
-        """Record ``torch.cuda.Event``, which has been recorded once by torch (it then exists)."""
+        """Record a ``torch.cuda.Event`` that torch has recorded before, so that it exists."""
         code = self._lib.cuEventRecord(event.cuda_event, stream.cuda_stream)
         if code:
             _check(code, "cuEventRecord", self.device)
@@ -270,8 +269,8 @@ class Commands:
 
 @contextmanager
 def beside_capture(device: torch.device) -> Iterator[None]:
-    """Inside, this thread may wait for work that a CUDA graph capture in progress does not hold;
-    CUDA would end the capture."""
+    """Let this thread wait for work outside a CUDA graph capture in progress, which CUDA would end
+    otherwise."""
     if device.type != "cuda" or torch.version.hip is not None:
         yield
         return
@@ -287,7 +286,7 @@ _NOTHING: Final = nullcontext()
 
 
 class _Current:
-    """A context that is the calling thread's current one inside."""
+    """Makes a CUDA context current for the calling thread inside."""
 
     def __init__(self, lib: ctypes.CDLL, context: int) -> None:
         self._lib, self._context = lib, context

@@ -1,6 +1,6 @@
-"""Backends of the devices that torch has: accelerators, and the CPU in the place of one.
+"""Backends for torch's accelerators, and for the CPU in place of one.
 
-And what the driver and the kernel say and do for a device: free memory, page-locking, cores near.
+Also calls to driver and kernel for a device: free memory, page-locking, nearby cores.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .errors import DeviceError, PinningError
 
 
 class _TorchCommands:
-    """What :class:`.cuda_driver.Commands` does, on any accelerator, by torch's own calls."""
+    """As :class:`.cuda_driver.Commands`, for any accelerator, through torch's own calls."""
 
     def here(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -57,7 +57,6 @@ _Commands = _TorchCommands | DriverCommands
 
 
 def _recorded(event: Event) -> Event:
-    """The event that a raw stream can wait for."""
     return event.recorded() if isinstance(event, PendingEvent) else event
 
 
@@ -95,12 +94,12 @@ class _TakingTurns(_AcceleratorStream):
     """Bulk copies on three streams that take turns, so that copies of others get through.
 
     A copy engine stays with a hardware queue as long as that has copies ready, and a kernel that
-    follows a copy in a stream waits that long. So the bulk is cut into turns; turn ``k`` goes to
-    stream ``k % 3`` and waits for turn ``k - 2``: one runs and one is ready, always. A copy in
-    another queue then waits for about four turns: 3 ms instead of 21 ms for all of 1 GiB, measured
-    on an H200 (docs/internals/ring.md, which also says how streams share queues).
+    follows a copy in a stream waits that long. So bulk copies are cut into turns; turn ``k`` runs
+    on stream ``k % 3`` and waits for turn ``k - 2``: one runs and one is ready at any time. A copy
+    in another queue then waits for about four turns: 3 ms instead of 21 ms for all of 1 GiB,
+    measured on an H200 (docs/internals/ring.md, which also says how streams share queues).
 
-    What is launched, recorded or waited for here comes after all copies so far.
+    Launches, records and waits come after all earlier copies.
     """
 
     def __init__(self, raws: list[Any], module: Any, name: str, commands: _Commands) -> None:
@@ -108,7 +107,7 @@ class _TakingTurns(_AcceleratorStream):
         self._raws, self._turn = raws, 0
         self._ends: list[Any] = [module.Event() for _ in raws]  # of the last turn on each
         for end, raw in zip(self._ends, raws, strict=True):
-            end.record(raw)  # from now on it exists for the driver, too
+            end.record(raw)  # so that it exists for the driver, too
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         self.copy_in_turns([targets], [sources])
@@ -122,7 +121,7 @@ class _TakingTurns(_AcceleratorStream):
                 raw = raws[turn]
                 commands.wait(raw, ends[turn - 2])
                 commands.copy(raw, some, others)
-                commands.record(ends[turn], raw)  # who waits has taken the last record already
+                commands.record(ends[turn], raw)  # waiters have taken the last record already
                 self._turn = (turn + 1) % count
 
     def keep_order(self) -> None:
@@ -151,7 +150,6 @@ class _TakingTurns(_AcceleratorStream):
             raw.synchronize()
 
     def _join(self) -> None:
-        """Point ``raw`` at the stream of the last turn, after all turns so far."""
         count = len(self._raws)
         last = (self._turn - 1) % count
         self.raw = self._raws[last]
@@ -166,8 +164,8 @@ class AcceleratorBackend:
             raise DeviceError(
                 "parameters on the meta device",
                 reason="they have no memory yet",
-                remedy="load them first, checkpoint.load(path, model), or model.to_empty(...) and "
-                "initialise them",
+                remedy="load them first with checkpoint.load(path, model), or call "
+                "model.to_empty(...) and initialise them",
             )
         self._module = torch.get_device_module(device)
         if not self._module.is_available():
@@ -192,7 +190,7 @@ class AcceleratorBackend:
         return _AcceleratorStream(raw, self._module, name, self._commands)
 
     def current_stream(self) -> Stream:
-        raw = self._module.current_stream(self.device.index)  # torch is slow with a device
+        raw = self._module.current_stream(self.device.index)  # torch is slow if given a device
         return self._wrapped(raw, "current")
 
     def adopt_stream(self, raw: Any) -> Stream:
@@ -216,7 +214,7 @@ class AcceleratorBackend:
     def allocator(self) -> AllocatorFigures | None:
         if self.device.type != "cuda":
             return None
-        # Asked for in every step: memory_stats() would flatten and sort some 200 figures.
+        # Runs in every step; memory_stats() would flatten and sort some 200 figures.
         figures = torch.cuda.memory_stats_as_nested_dict(self.device)
         reserved, allocated = (
             figures[f"{kind}_bytes"]["all"] for kind in ("reserved", "allocated")
@@ -230,7 +228,7 @@ class AcceleratorBackend:
         fraction = torch.cuda.get_per_process_memory_fraction(self.device)
         if fraction == 1:
             return free, total
-        limit = int(fraction * total)  # of what torch's allocator reserves
+        limit = int(fraction * total)  # for torch's allocator
         return max(0, min(free, limit - torch.cuda.memory_reserved(self.device))), limit
 
 
@@ -334,7 +332,7 @@ class CpuBackend:
 
 
 def backend_for(device: torch.device) -> Backend:
-    """The backend for ``device``.
+    """Return the backend for ``device``.
 
     Raises:
         DeviceError: the device type is not usable in this process.
@@ -346,14 +344,14 @@ def backend_for(device: torch.device) -> Backend:
 
 
 def default_device() -> torch.device:
-    """The current accelerator, or the CPU."""
+    """Return the current accelerator, else the CPU."""
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What the driver could still give out on ``device``; ``None`` where there is no such figure.
+    """Return the driver's free bytes on ``device``; ``None`` if unknown.
 
-    A small constant of CUDA's context is the driver's own; other processes' use counts as used.
+    CUDA's context and other processes count as used.
     """
     module = None if device.type == "cpu" else torch.get_device_module(device)
     if not hasattr(module, "mem_get_info"):
@@ -362,7 +360,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def release_cached(device: torch.device) -> None:
-    """Let torch's allocator give unused memory back to the driver, so that others can have it."""
+    """Release torch's unused cached memory to the driver, for other processes."""
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
 
@@ -376,7 +374,7 @@ def pin(address: int, n_bytes: int, device: torch.device) -> None:
     Args:
         address: first byte; a multiple of the page size.
         n_bytes: length in bytes.
-        device: the device whose context is used.
+        device: the call uses the context of this device.
 
     Raises:
         PinningError: the driver refused; nothing stays registered.
@@ -391,28 +389,29 @@ def pin(address: int, n_bytes: int, device: torch.device) -> None:
         raise PinningError(
             f"{n_bytes} bytes of host memory",
             reason=f"cudaHostRegister answered {code}",
-            remedy="give the container or WSL 2 more memory, offload less, or allow pageable "
-            'memory with TransferConfig(pin="prefer")',
+            remedy="offload less, give the container or WSL 2 more memory, or allow "
+            'pageable memory with TransferConfig(pin="prefer")',
         )
 
 
 def unpin(address: int, n_bytes: int, device: torch.device) -> None:
-    """Undo :func:`pin`. Never raises: it runs in finalizers, when the context may be gone."""
+    """Undo :func:`pin`. Never raises, because it runs in finalizers, when the context may be
+    gone."""
     if n_bytes == 0:
         return
     try:
         with torch.cuda.device(device):
             if int(torch.cuda.cudart().cudaHostUnregister(address)) != 0:
                 _clear_last_error()
-    except Exception:  # a failed device or an interpreter on its way out: nothing is left to undo
+    except Exception:  # a failed device or a closing interpreter: nothing is left to undo
         return
 
 
 def _clear_last_error() -> None:
-    """Take the refused call's code out of the runtime, so that no later check reports it.
+    """Clear the runtime's last error, so that no later check reports it.
 
-    torch binds no ``cudaGetLastError``. It calls it after each kernel launch, which then raises
-    with the old code; a synchronisation does not.
+    torch does not bind ``cudaGetLastError``, but calls it after each kernel launch, which then
+    raises the old code. A synchronisation does not clear it.
     """
     try:
         torch.ones(1, device="cuda")
@@ -421,9 +420,9 @@ def _clear_last_error() -> None:
 
 
 def cores_near(device: torch.device) -> frozenset[int]:
-    """Cores of this process next to ``device``, or all of its cores where that is unknown.
+    """Find this process's cores next to ``device``; all of its cores if that is unknown.
 
-    Source: Linux ``/sys/bus/pci/devices/<id>/local_cpulist``.
+    Reads Linux' ``/sys/bus/pci/devices/<id>/local_cpulist``.
     """
     allowed = frozenset(os.sched_getaffinity(0))
     if device.type != "cuda":
@@ -442,7 +441,7 @@ def cores_near(device: torch.device) -> frozenset[int]:
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
-    """Cores named by a kernel list such as ``"0-3,8"``."""
+    """Parse a kernel list of cores such as ``"0-3,8"``."""
     cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

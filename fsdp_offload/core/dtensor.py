@@ -7,13 +7,12 @@ Four tensors stand for one parameter, and the rest of the package speaks only of
   FSDP2's all-gather reads the same memory, so updates are written in place and the shard is
   never replaced;
 * the *gradient shard*: the same for ``parameter.grad``;
-* state tensors shaped like the shard, which are shown to the outside as DTensors with the
-  parameter's own mesh and placements (:func:`like`).
+* state tensors shaped like the shard, which callers see as DTensors with the parameter's mesh and
+  placements (:func:`like`).
 
-Some libraries (Megatron-FSDP) pack parameters into flat buffers and cut those, so a rank holds any
-range of rows of a parameter (:func:`uneven`). Their DTensors still say ``Shard(0)``, from which
-torch computes its own even cuts. So nothing here computes a local shape from placements, and state
-of such a parameter carries its chunk with it.
+Megatron-FSDP packs parameters into flat buffers and cuts those, so a rank holds any range of rows
+(:func:`uneven`). Its DTensors still say ``Shard(0)``, for which torch computes even cuts. So this
+module computes no local shape from placements, and state of such parameters carries its chunk.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """What plans and layouts need to know of one parameter."""
+    """Metadata of one parameter for plans and layouts."""
 
     global_shape: tuple[int, ...]
     local_shape: tuple[int, ...]
@@ -60,36 +59,36 @@ class ShardInfo:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The shard of ``tensor``: shares its memory, carries no autograd history.
+    """Return the shard of ``tensor``, which shares its memory and has no autograd history.
 
-    Updates of it may be under way: see [Note: gated shards]. A weight that is in host memory is
-    shown there, unless the caller holds a view of its copy.
+    Updates may still write to it: see [Note: gated shards]. For a weight in host memory, returns
+    the host memory, unless the caller holds a view of its copy.
     """
     shard = with_history(tensor)
     if (keeper := keeper_of(shard)) is not None:
         return keeper.local()
-    # AsyncCollectiveTensor: the collective is still in flight.
+    # AsyncCollectiveTensor: the collective is still running.
     if type(shard) is not Tensor and hasattr(shard, "wait"):
         shard = shard.wait()
     return shard.detach()
 
 
 Gated = list[tuple[DTensor, GatedShard | None]]
-"""Parameters, and what stands for their shards where a gate has been closed once."""
+"""Parameters, with the stand-ins for their shards once a gate has been closed."""
 
 
 def gate(parameters: Iterable[Tensor], known: Gated) -> None:
-    """Let ``known`` have these parameters; what stands for their shards is kept."""
+    """Replace the parameters of ``known``, and keep the stand-ins for their shards."""
     made = {id(parameter): gated for parameter, gated in known}
     known[:] = [(p, made.get(id(p))) for p in parameters if isinstance(p, DTensor)]
 
 
 def close_gate(parameters: Gated, wait: Callable[[], None]) -> None:
-    """Let the user's code call ``wait`` before each use of a shard, until :func:`open_gate`."""
+    """Make user code call ``wait`` before each use of a shard, until :func:`open_gate`."""
     for index, (parameter, gated) in enumerate(parameters):
         shard = parameter._local_tensor
         if gated is None or shard is not ungated(gated):
-            if type(shard) is not Tensor:  # closed already, or updated by its class in step()
+            if type(shard) is not Tensor:  # already closed, or updated by its class in step()
                 continue
             gated = GatedShard(shard, wait)
             parameters[index] = parameter, gated
@@ -97,32 +96,32 @@ def close_gate(parameters: Gated, wait: Callable[[], None]) -> None:
 
 
 def open_gate(parameters: Gated) -> None:
-    """Give the shards back."""
+    """Put the shards back into their parameters."""
     for parameter, gated in parameters:
         if gated is not None and parameter._local_tensor is gated:
             parameter._local_tensor = ungated(gated)
 
 
 def put(parameter: Tensor | None, shard: Tensor) -> None:
-    """Let a parameter, or its gradient, have this shard, or what stands for it."""
+    """Set the shard of a parameter or gradient, or its stand-in."""
     assert isinstance(parameter, DTensor)
     parameter._local_tensor = shard
 
 
 def record(gradient: Tensor) -> Record | None:
-    """Of a gradient in host memory."""
+    """Return the record of a gradient in host memory."""
     return record_of(with_history(gradient))
 
 
 class GatedGradients:
-    """``.grad`` of DTensors, while updates read it."""
+    """Gates ``.grad`` of DTensors while updates read it."""
 
     def __init__(self) -> None:
         self._made: list[GatedShard | None] = []
         self._closed: list[tuple[DTensor, GatedShard]] = []
 
     def close(self, parameters: Sequence[Tensor], wait: Callable[[], None]) -> None:
-        """Let the user's code call ``wait`` before each use of a gradient, until :meth:`open`."""
+        """Make user code call ``wait`` before each use of a gradient, until :meth:`open`."""
         if len(self._made) != len(parameters):
             self._made = [None] * len(parameters)
         for index, parameter in enumerate(parameters):
@@ -139,7 +138,7 @@ class GatedGradients:
             self._closed.append((gradient, gated))
 
     def open(self) -> None:
-        """Give the gradients back, those too that are no parameter's any more."""
+        """Put the gradients back, also those that no parameter holds any more."""
         for gradient, gated in self._closed:
             if gradient._local_tensor is gated:
                 gradient._local_tensor = ungated(gated)
@@ -152,7 +151,7 @@ def _is_plain(shard: Tensor) -> bool:
 
 
 def shard_info(parameter: Tensor, fqn: str) -> ShardInfo:
-    """Metadata of ``parameter``, checked.
+    """Read and check the metadata of ``parameter``.
 
     Raises:
         UnsupportedParameterError: the shard is not contiguous, sparse, or a Partial DTensor.
@@ -162,15 +161,15 @@ def shard_info(parameter: Tensor, fqn: str) -> ShardInfo:
     if parameter.layout is not torch.strided:
         raise UnsupportedParameterError(
             f"parameter {fqn} with layout {parameter.layout}",
-            reason="only dense parameters have shards that can be cut",
-            remedy="keep it in an optimizer of its own",
+            reason="only dense parameters can be split into buckets",
+            remedy="put it into an optimizer of its own",
         )
     if plain and not shard.is_contiguous():
         raise UnsupportedParameterError(
             f"parameter {fqn} with shard shape {tuple(shard.shape)}, strides {shard.stride()}",
             reason="the shard is not contiguous, and fused kernels would skip elements of it",
-            remedy="call model.to(memory_format=torch.contiguous_format), or assign "
-            "parameter.data = parameter.data.contiguous(), before the optimizer is wrapped",
+            remedy="before wrapping, call model.to(memory_format=torch.contiguous_format), or "
+            "assign parameter.data = parameter.data.contiguous()",
         )
     if isinstance(parameter, DTensor) and any(p.is_partial() for p in parameter.placements):
         raise UnsupportedParameterError(
@@ -189,13 +188,13 @@ def shard_info(parameter: Tensor, fqn: str) -> ShardInfo:
 
 
 def first_index(parameter: Tensor) -> int:
-    """Where the shard begins: the row-major index in the global tensor of its first element.
+    """Return the row-major index of the shard's first element in the global tensor.
 
     0 for an empty shard. No collective.
     """
     if not isinstance(parameter, DTensor):
         return 0
-    chunks = chunk_list(like(parameter, local(parameter)))  # an uneven one's own
+    chunks = chunk_list(like(parameter, local(parameter)))  # covers uneven shards
     if not chunks:
         return 0
     index = 0
@@ -208,12 +207,12 @@ def first_index(parameter: Tensor) -> int:
 
 
 def uneven_offsets(parameter: Tensor) -> tuple[int, ...] | None:
-    """Where a shard begins, per dim of the global tensor, that is not cut where its placements say
-    and tells it by chunk metadata, which the parameter or its local tensor brings; zeros if it is
-    empty; ``None`` where the placements are right. No collective.
+    """Return where an uneven shard begins, per dim of the global tensor, from the chunk metadata of
+    the parameter or its local tensor; zeros if it is empty, ``None`` if it is cut as its placements
+    say. No collective.
 
     Raises:
-        UnsupportedParameterError: the metadata are not those of one box of the shard's shape.
+        UnsupportedParameterError: the metadata do not describe one box of the shard's shape.
     """
     if not isinstance(parameter, DTensor):
         return None
@@ -225,14 +224,13 @@ def uneven_offsets(parameter: Tensor) -> tuple[int, ...] | None:
     if [tuple(chunk.sizes) for chunk in chunks] != [tuple(shard.shape)] * bool(shard.numel()):
         raise UnsupportedParameterError(
             f"a parameter of shape {tuple(parameter.shape)} with a shard of {tuple(shard.shape)}",
-            reason=f"by its chunk metadata this rank should hold {chunks}",
-            remedy="let __create_chunk_list__ tell one chunk, of the shard's shape",
+            reason=f"its chunk metadata gives this rank {chunks}",
+            remedy="let __create_chunk_list__ return one chunk with the shard's shape",
         )
     return tuple(chunks[0].offsets if chunks else [0] * parameter.dim())
 
 
 def _check_even(parameter: Tensor, fqn: str, shape: tuple[int, ...]) -> None:
-    """Refuse a shard that is cut elsewhere and does not say where."""
     if not isinstance(parameter, DTensor) or uneven_offsets(parameter) is not None:
         return
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -243,13 +241,13 @@ def _check_even(parameter: Tensor, fqn: str, shape: tuple[int, ...]) -> None:
     if tuple(expected) != shape:
         raise UnsupportedParameterError(
             f"parameter {fqn} with shard shape {shape}",
-            reason=f"its placements {parameter.placements} leave {tuple(expected)} to this rank",
-            remedy="of Megatron-FSDP: fsdp_offload.checkpoint.megatron_fsdp.describe(model) first",
+            reason=f"its placements {parameter.placements} give this rank {tuple(expected)}",
+            remedy="with Megatron-FSDP, call "
+            "fsdp_offload.checkpoint.megatron_fsdp.describe(model) first",
         )
 
 
 def _is_replica(parameter: DTensor) -> bool:
-    """Whether another rank, which comes first, holds the same shard."""
     coordinate = parameter.device_mesh.get_coordinate() or ()
     placed = zip(coordinate, parameter.placements, strict=False)
     return any(at and placement.is_replicate() for at, placement in placed)
@@ -259,18 +257,20 @@ def _is_replica(parameter: DTensor) -> bool:
 
 
 def mesh_device_type(parameter: Tensor) -> str:
-    """Device type that the parameter computes on (a DTensor's mesh may differ from its shard)."""
+    """Return the device type that the parameter computes on; a DTensor's mesh may differ from its
+    shard."""
     if isinstance(parameter, DTensor):
         return parameter.device_mesh.device_type
     return parameter.device.type
 
 
 def gradient_shard(parameter: Tensor, fqn: str, expected: tuple[int, ...]) -> Tensor | None:
-    """This rank's piece of ``parameter.grad``: contiguous, of shape ``expected``, or ``None``.
+    """Return this rank's shard of ``parameter.grad``, contiguous, of shape ``expected``, or
+    ``None``.
 
-    A gradient placed otherwise than its parameter is redistributed first, as DTensor does when
-    the plain optimizer adds the two. Where ``.grad`` is absent, Megatron-FSDP's ``decoupled_grad``
-    counts; it may be of fewer bits than the parameter, and is then widened.
+    Redistributes a gradient whose placements differ from its parameter's, as DTensor does when the
+    plain optimizer adds the two. Without ``.grad``, takes Megatron-FSDP's ``decoupled_grad``, and
+    widens it if it has fewer bits than the parameter.
 
     Raises:
         UnsupportedParameterError: the gradient is sparse, or its shape is not the shard's.
@@ -281,8 +281,8 @@ def gradient_shard(parameter: Tensor, fqn: str, expected: tuple[int, ...]) -> Te
     if gradient.layout is not torch.strided:
         raise UnsupportedParameterError(
             f"gradient of {fqn} with layout {gradient.layout}",
-            reason="sparse gradients cannot be cut into buckets",
-            remedy="use sparse=False in the embedding",
+            reason="sparse gradients cannot be split into buckets",
+            remedy="build the embedding with sparse=False",
         )
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         if gradient.placements != parameter.placements:
@@ -304,9 +304,9 @@ def gradient_shard(parameter: Tensor, fqn: str, expected: tuple[int, ...]) -> Te
 
 
 def whole_gradient(parameter: Tensor) -> Tensor | None:
-    """``parameter.grad``, else Megatron-FSDP's ``decoupled_grad``, placed as it is, or ``None``.
+    """Return ``parameter.grad``, else Megatron-FSDP's ``decoupled_grad``, with its own placements.
 
-    A plain shard in a DTensor's place is wrapped like the parameter.
+    Wraps a plain shard like the parameter.
     """
     gradient = raw_gradient(parameter)
     if gradient is None or gradient is parameter.grad or isinstance(gradient, DTensor):
@@ -315,7 +315,6 @@ def whole_gradient(parameter: Tensor) -> Tensor | None:
 
 
 def raw_gradient(parameter: Tensor) -> Tensor | None:
-    """``parameter.grad``, else Megatron-FSDP's ``decoupled_grad``."""
     if parameter.grad is not None:
         return parameter.grad
     decoupled: Tensor | None = getattr(parameter, "decoupled_grad", None)
@@ -323,29 +322,29 @@ def raw_gradient(parameter: Tensor) -> Tensor | None:
 
 
 def clear_decoupled_gradient(parameter: Tensor) -> None:
-    """What ``zero_grad`` does for ``decoupled_grad``."""
+    """Clear ``decoupled_grad``, as ``zero_grad`` clears ``.grad``."""
     if getattr(parameter, "decoupled_grad", None) is not None:
         parameter.decoupled_grad = None  # type: ignore[attr-defined]
 
 
 def zero_gradient(parameter: Tensor) -> Tensor:
-    """What ``zero_grad(set_to_none=False)`` leaves of a gradient; waits for no update."""
+    """Build the zero gradient of ``zero_grad(set_to_none=False)``; waits for no update."""
     shard = with_history(parameter)
     return like(parameter, torch.zeros(shard.shape, dtype=shard.dtype, device=shard.device))
 
 
 def never_has_gradient(parameter: Tensor) -> bool:
-    """Whether the shard is empty here and is left without a gradient for that reason alone."""
+    """Whether the shard is empty on this rank, and therefore never gets a gradient."""
     if not isinstance(parameter, DTensor) or parameter._local_tensor.numel():
         return False
     return uneven_offsets(parameter) is not None
 
 
 def like(parameter: Tensor, shard: Tensor) -> Tensor:
-    """``shard`` (local shape, any dtype and device) as a tensor placed like ``parameter``.
+    """Wrap ``shard`` (local shape, any dtype and device) as a tensor placed like ``parameter``.
 
     No copy, no collective, no move: ``DTensor.from_local`` would move a CPU shard to the mesh's
-    device, so the DTensor is built from the parameter's own spec. It tells where it begins if the
+    device, so this builds the DTensor from the parameter's spec. It carries chunk metadata if the
     parameter does.
     """
     if not isinstance(parameter, DTensor):
@@ -367,31 +366,31 @@ def like(parameter: Tensor, shard: Tensor) -> Tensor:
 
 
 def chunk_list(tensor: Tensor) -> list[ChunkStorageMetadata]:
-    """What DCP says this rank holds of ``tensor``."""
+    """Ask DCP for this rank's chunks of ``tensor``."""
     from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 
     return _create_chunk_list(tensor)
 
 
 def chunk(tensor: Tensor, index: MetadataIndex) -> Tensor:
-    """The local data of ``tensor`` that DCP calls ``index``: shares its memory."""
+    """Return the local data of ``tensor`` at DCP's ``index``, which shares its memory."""
     from torch.distributed.checkpoint.utils import find_tensor_shard
 
     return local(find_tensor_shard(tensor, index))
 
 
 def is_first(parameter: Tensor) -> bool:
-    """Whether no rank of its mesh comes before this one; a plain tensor has no mesh."""
+    """Whether this rank is the first of the parameter's mesh; true for plain tensors."""
     if not isinstance(parameter, DTensor):
         return True
     return not any(parameter.device_mesh.get_coordinate() or (1,))
 
 
 def same_placement(parameter: Tensor, value: Tensor) -> bool:
-    """Whether ``value`` is cut over ranks as ``parameter`` is (a plain local tensor counts).
+    """Whether ``value`` is sharded like ``parameter``; a plain local tensor counts.
 
-    Of uneven ones the offsets are compared; a value that does not tell them (state that the plain
-    optimizer made) is taken for one of this rank.
+    Compares the offsets of uneven shards. A value without offsets (state that the plain optimizer
+    made) counts as this rank's.
     """
     if not isinstance(parameter, DTensor) or not isinstance(value, DTensor):
         return True
@@ -408,14 +407,15 @@ def same_placement(parameter: Tensor, value: Tensor) -> bool:
 def named_parameters(
     model: nn.Module, *, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """As ``model.named_parameters()``, sharded ones also while FSDP2 has them gathered."""
+    """As ``model.named_parameters()``, but with sharded parameters even while FSDP2 has them
+    gathered."""
     sharded = gathered_parameters([model])
     for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
         yield name, sharded.get(parameter, parameter)
 
 
 def parameter_names(models: Sequence[nn.Module]) -> dict[Tensor, str]:
-    """FQN of every parameter of ``models``, tied ones once, in order of registration."""
+    """Map every parameter of ``models`` to its FQN, tied ones once, in order of registration."""
     names: dict[Tensor, str] = {}
     for index, model in enumerate(models):
         prefix = f"{index}." if len(models) > 1 else ""
@@ -425,11 +425,8 @@ def parameter_names(models: Sequence[nn.Module]) -> dict[Tensor, str]:
 
 
 def saved_names(models: Sequence[nn.Module]) -> dict[Tensor, list[str]]:
-    """FQNs of every parameter and buffer as state dicts spell them; tied ones have several.
-
-    Unlike :func:`parameter_names`, without what wrappers (``torch.compile``, activation
-    checkpointing, DDP) put between the names of modules.
-    """
+    """Map every parameter and buffer to its FQNs as in state dicts, without prefixes of wrappers
+    (``torch.compile``, activation checkpointing, DDP); tied ones have several."""
     from torch.distributed.checkpoint.state_dict import _get_fqns
 
     names: dict[Tensor, list[str]] = {}
@@ -442,17 +439,17 @@ def saved_names(models: Sequence[nn.Module]) -> dict[Tensor, list[str]]:
 
 
 def with_history(tensor: Tensor) -> Tensor:
-    """:func:`local` without its costs, to look at the shard's memory alone."""
+    """As :func:`local` but cheaper, only to look at the shard's memory."""
     return ungated(tensor._local_tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def memory_of(parameter: Tensor, storage: torch.UntypedStorage | None = None) -> tuple[int, int]:
-    """Which memory the shard is a view of: the storage's identity, and the offset in it.
+    """Identify the memory of the shard: the storage's identity, and the offset in it.
 
-    ``storage``: the shard's, if it is at hand.
+    ``storage``: the shard's, if the caller has it.
 
-    It stays the same while the storage is away and when it comes back elsewhere, as long as
-    a tensor holds it. (0, 0) for an empty shard, (-1, 0) for one that lives in host memory.
+    Stays the same while the storage is away and after it comes back elsewhere, as long as a tensor
+    holds it. (0, 0) for an empty shard, (-1, 0) for one in host memory.
     """
     shard = with_history(parameter)
     if keeper_of(shard) is not None:
@@ -464,9 +461,9 @@ def memory_of(parameter: Tensor, storage: torch.UntypedStorage | None = None) ->
 
 
 def plain_tensors(tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """The plain tensors that a tensor, a DTensor or a subclass is made of, with a name each.
+    """List the plain tensors inside a tensor, a DTensor or a subclass, each with a name.
 
-    What is made of none, or of memory that is not strided, has no parts.
+    Empty for a tensor without such parts, or whose memory is not strided.
     """
     if type(tensor) is Tensor and tensor.layout is torch.strided:  # nearly always
         return [("", tensor)]
@@ -487,7 +484,8 @@ def plain_tensors(tensor: Tensor) -> list[tuple[str, Tensor]]:
 
 
 def rebuilt(tensor: Tensor, replace: Callable[[Tensor], Tensor]) -> Tensor:
-    """``tensor`` with each of its :func:`plain_tensors` replaced by one of the same shape."""
+    """Rebuild ``tensor`` with each of its :func:`plain_tensors` replaced by one of the same
+    shape."""
     if isinstance(tensor, DTensor):
         return like(tensor, rebuilt(local(tensor), replace))
     if _is_plain(tensor):

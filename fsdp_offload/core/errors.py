@@ -1,4 +1,4 @@
-"""Every error the package raises on purpose, in one tree.
+"""All errors that the package raises on purpose, in one tree.
 
     OffloadError
     ├── ConfigError                  an argument is wrong            (also a ValueError)
@@ -6,20 +6,20 @@
     │   └── UnsupportedParameterError    a parameter or gradient cannot be
     ├── UnsupportedTorchError        torch's FSDP2 lacks a name       (also a RuntimeError)
     ├── DeviceError                  no accelerator, or several      (also a RuntimeError)
-    ├── DeviceMemoryError            no room on the device to come back (also a RuntimeError)
+    ├── DeviceMemoryError            device memory is short          (also a RuntimeError)
     ├── AwayError                    used while it is offloaded      (also a RuntimeError)
-    ├── BusyError                    used inside of its own step()   (also a RuntimeError)
+    ├── BusyError                    used inside its own step()      (also a RuntimeError)
     ├── HostMemoryError              host memory is short            (also a MemoryError)
     ├── PinningError                 the driver refused to pin       (also a RuntimeError)
     ├── StateDictError               a state dict does not fit       (also a ValueError)
     ├── StateSchemaError             the optimizer changed its state (also a RuntimeError)
     ├── SpentGradientError           a gradient was consumed already (also a RuntimeError)
     ├── UnspentGradientError         a gradient would be lost        (also a RuntimeError)
-    ├── NonFiniteGradientError       the gradients' norm is no number (also a RuntimeError)
-    ├── LaneError                    an update failed half-way       (also a RuntimeError)
+    ├── NonFiniteGradientError       the norm is NaN or infinite     (also a RuntimeError)
+    ├── LaneError                    an update failed midway         (also a RuntimeError)
     ├── CheckpointError              saving or loading failed        (also a RuntimeError)
-    │   └── CheckpointCorruptError       a file is not as it was written
-    ├── ActivationError              saved activations cannot be kept in pages (a RuntimeError)
+    │   └── CheckpointCorruptError       a file is missing, cut short or changed
+    ├── ActivationError              saved activations would be wrong (a RuntimeError)
     │   └── StashOverflowError           pages ran out, or rows went beyond the capacity
     └── ClosedError                  used after ``close()``          (also a RuntimeError)
 
@@ -55,7 +55,7 @@ class OffloadError(Exception):
 
 
 class ConfigError(OffloadError, ValueError):
-    """An argument is outside of what is allowed."""
+    """An argument has a value that is not allowed."""
 
 
 class UnsupportedOptimizerError(ConfigError):
@@ -71,23 +71,23 @@ class UnsupportedTorchError(OffloadError, RuntimeError):
 
 
 class DeviceError(OffloadError, RuntimeError):
-    """A device that torch cannot use here, or parameters on several devices."""
+    """torch cannot use the device here, or parameters are on several devices."""
 
 
 class DeviceMemoryError(OffloadError, RuntimeError):
-    """Device memory is short, for what was offloaded or for an update; nothing is lost."""
+    """Not enough device memory for a reload or an update; nothing is lost."""
 
 
 class AwayError(OffloadError, RuntimeError):
-    """Something was used whose device memory is offloaded; nothing was touched."""
+    """A call needs memory that is offloaded; nothing was changed."""
 
 
 class BusyError(OffloadError, RuntimeError):
-    """A signal handler or a callback used the optimizer in the middle of one of its calls."""
+    """A signal handler or callback used the optimizer in the middle of one of its calls."""
 
 
 class HostMemoryError(OffloadError, MemoryError):
-    """It does not fit into the host memory that this rank may use."""
+    """Not enough host memory."""
 
 
 class PinningError(OffloadError, RuntimeError):
@@ -103,7 +103,7 @@ class StateSchemaError(OffloadError, RuntimeError):
 
 
 class SpentGradientError(OffloadError, RuntimeError):
-    """A gradient was used that the optimizer has consumed already."""
+    """The caller used a gradient that the optimizer has already consumed."""
 
 
 class UnspentGradientError(OffloadError, RuntimeError):
@@ -123,38 +123,39 @@ class CheckpointError(OffloadError, RuntimeError):
 
 
 class CheckpointCorruptError(CheckpointError):
-    """A file of a checkpoint is missing, truncated, or not as it was written."""
+    """A file of a checkpoint is missing, truncated, or changed after it was written."""
 
 
 class ActivationError(OffloadError, RuntimeError):
-    """A group of saved activations was used in a way that would give wrong gradients."""
+    """A use of saved activations would give wrong gradients."""
 
 
 class StashOverflowError(ActivationError):
-    """Pages ran out, or more rows came than a buffer holds: what was computed is undefined."""
+    """Pages ran out, or more rows came than a buffer holds; results are undefined."""
 
 
 class ClosedError(OffloadError, RuntimeError):
-    """An object was closed and its memory given back, or a forked process uses its parent's."""
+    """The object was closed, or a forked process uses its parent's."""
 
 
 def check_open(what: str, pid: int, *, is_closed: bool) -> None:
-    """Refuse ``what`` by an object that process ``pid`` has built.
+    """Refuse ``what`` if the object is closed, or process ``pid`` built it and this is another.
 
     Raises:
-        ClosedError: it is closed, or this is a forked process, which does not inherit its memory.
+        ClosedError: the object is closed, or this process is a fork, which does not inherit its
+            memory.
     """
     if is_closed:
-        raise ClosedError(what, reason="it is closed", remedy="make a new one")
+        raise ClosedError(what, reason="it is closed", remedy="build a new one")
     if os.getpid() != pid:
         raise ClosedError(
             what,
-            reason=f"its memory is that of the parent process, {pid}",
+            reason=f"its memory belongs to the parent process, {pid}",
             remedy="use it in the process that built it",
         )
 
 
 def copy_error(owner: object, remedy: str) -> ConfigError:
-    """For ``__reduce__`` of an object that owns memory."""
+    """Build the error for ``__reduce__`` of an object that owns memory."""
     what = f"a copy or a pickle of {type(owner).__name__}"
     return ConfigError(what, reason="it owns memory of this process", remedy=remedy)

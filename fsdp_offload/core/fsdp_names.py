@@ -1,8 +1,8 @@
-"""Names of FSDP2's private API that this package uses, and the check that torch has them.
+"""Private names of FSDP2 that this package uses, and a check that torch has them.
 
-What ``core/fsdp.py`` reads, replaces or writes is listed in :data:`NAMES`. :func:`check_torch`
-tries every one of them where an optimizer or an offloader is built: a version of torch without one
-of them is refused there, not in the middle of a backward.
+:data:`NAMES` lists what ``core/fsdp.py`` reads, replaces or writes. :func:`check_torch` tries every
+name when an optimizer or an offloader is built, so that an unsupported torch fails there, not in
+the middle of a backward.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from .fsdp import fsdp_modules, groups_of
 from .progress import warn
 
 TORCH_RUN: Final = ("2.11", "2.13", "2.14", "2.15")
-"""Versions that all tests were run with (docs/compatibility.md)."""
+"""Versions of torch that run all tests (docs/compatibility.md)."""
 
 
 @dataclass(frozen=True)
 class Name:
-    """One attribute of one of FSDP2's objects."""
+    """One attribute of an object of FSDP2."""
 
     owner: str  # "module", "state", "context", "group", "mesh", "streams" or "parameter"
     attribute: str
     use: str  # "read", "called", "replaced" (a method, on the instance) or "written"
     purpose: str
-    before: str = ""  # what older versions call it
-    arguments: tuple[object, ...] = ()  # of a method, as FSDP2 or this package calls it
+    before: str = ""  # its name in older versions
+    arguments: tuple[object, ...] = ()  # a method's, as FSDP2 or this package passes them
 
 
 NAMES: Final = (
@@ -91,14 +91,14 @@ NAMES: Final = (
         "values are adopted; no addresses compared",
     ),
 )
-"""See the module's docstring."""
+"""All private names in use."""
 
 
 def check_torch(models: Iterable[nn.Module]) -> None:
-    """Try all of :data:`NAMES` that ``models`` have; one warning if torch is newer than tried.
+    """Try all of :data:`NAMES` on ``models``; warn once if torch is newer than tested.
 
     Raises:
-        UnsupportedTorchError: one is missing.
+        UnsupportedTorchError: a name is missing.
     """
     _warn_if_newer(str(torch.__version__))
     tried: set[object] = set()
@@ -125,7 +125,7 @@ def _try_group(group: Any, state: Any) -> None:
     _try("mesh", group.mesh_info)
     if group.mesh_info.shard_mesh_dim is not None:
         _try("sharded mesh", group.mesh_info)
-    # FSDP2 makes streams in the first forward: these are of the CPU, and none of the group's.
+    # FSDP2 makes its streams in the first forward, so this uses streams of the CPU.
     streams = type(group.comm_ctx)()
     streams.lazy_init(torch.device("cpu"))
     _try("streams", streams)
@@ -139,16 +139,15 @@ def _try(owner: str, instance: Any) -> None:
             raise UnsupportedTorchError(
                 f"torch {torch.__version__}, {type(instance).__name__}.{name.attribute}",
                 reason=f"this private name of FSDP2 {problem}; it is {name.use}: {name.purpose}",
-                remedy=f"install a version that was tried: torch {', '.join(TORCH_RUN)}",
+                remedy=f"install a tested version: torch {', '.join(TORCH_RUN)}",
             )
 
 
 def _problem(name: Name, instance: Any) -> str:
-    """What is wrong with it, or nothing."""
     kind = type(instance)
     in_class = inspect.getattr_static(kind, name.attribute, None)
     if not (hasattr(instance, name.attribute) or (name.before and hasattr(instance, name.before))):
-        # _unsharded_param is declared, and there from the first gather on.
+        # _unsharded_param is declared, and set by the first gather.
         return "" if name.attribute in inspect.get_annotations(kind) else "does not exist"
     if name.use in ("called", "replaced") and not _takes(in_class, name.arguments):
         return f"does not take {len(name.arguments)} arguments"
@@ -158,7 +157,7 @@ def _problem(name: Name, instance: Any) -> str:
 
 
 def _takes(method: Any, arguments: tuple[object, ...]) -> bool:
-    """Of the class: on the instance another optimizer or offloader may have replaced it."""
+    """Check the class: another optimizer or offloader may have replaced it on the instance."""
     try:
         inspect.signature(method).bind(None, *arguments)
     except TypeError:
@@ -168,12 +167,11 @@ def _takes(method: Any, arguments: tuple[object, ...]) -> bool:
 
 @functools.cache
 def _warn_if_newer(version: str) -> None:
-    """Once per process and version."""
     newest = TORCH_RUN[-1]
     if _minor(version) > _minor(newest):
         warn(
-            "torch %s is newer than the versions that fsdp_offload was tried with (%s); "
-            "FSDP2's private names are tried at construction, results are not",
+            "torch %s is newer than the tested versions (%s): it has the private "
+            "names of FSDP2 that fsdp_offload uses, but its results are untested",
             version,
             ", ".join(TORCH_RUN),
         )

@@ -1,4 +1,4 @@
-"""Ctrl-C held back while memory, files or state are between two places."""
+"""Defer Ctrl-C while memory, files or state are between two places."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SIGINT: Final = int(signal.SIGINT)
 
 
 class Note:
-    """In the place of the handler of SIGINT: only remembers that the signal came."""
+    """Replaces the handler of SIGINT, and only remembers that the signal came."""
 
     has_come = False
 
@@ -22,14 +22,14 @@ class Note:
         self._before = before
 
     def put_back(self) -> None:
-        """Install the handler again; call it if the signal came."""
+        """Restore the handler; call it if the signal came."""
         _signal.signal(_SIGINT, self._before)
         if not self.has_come:
             return
         self.has_come = False
         if callable(self._before):
             self._before(signal.SIGINT, None)
-        else:  # the system's own: it ends the process
+        else:  # the system's, which ends the process
             signal.raise_signal(signal.SIGINT)
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
@@ -37,17 +37,17 @@ class Note:
 
 
 @contextlib.contextmanager
-def held_back() -> Iterator[Note]:
-    """A SIGINT that comes inside reaches its handler at the end, once, however often it came.
+def defer_sigint() -> Iterator[Note]:
+    """Defer SIGINT until the end of the context, where its handler runs once.
 
-    With Python's own handler, KeyboardInterrupt is raised there; an exception that was on its way
-    is then its ``__context__``. Inside of another one, and in threads other than the main one,
-    where Python runs no signal handlers, this does nothing. It is a decorator, too. What it gives
-    tells long work whether a signal waits for the end of this one.
+    Python's own handler raises KeyboardInterrupt there, with an exception in flight as its
+    ``__context__``. Nested contexts, and threads other than the main one, where Python runs no
+    signal handlers, change nothing. Works as a decorator, too. The :class:`Note` tells long work
+    whether a signal is waiting.
     """
     is_main = threading.current_thread() is threading.main_thread()
     before = _signal.getsignal(_SIGINT) if is_main else None
-    # None: a handler that was not installed from Python, and could not be put back.
+    # None: a handler that was not installed from Python, which nothing could restore.
     note = Note(before)
     if before is None or before == signal.SIG_IGN or isinstance(before, Note):
         yield note
@@ -61,9 +61,9 @@ def held_back() -> Iterator[Note]:
 
 @contextlib.contextmanager
 def let_through() -> Iterator[None]:
-    """A part of what :func:`held_back` protects that Ctrl-C may end; one that waits does so here.
+    """Let Ctrl-C end a part of what :func:`defer_sigint` protects; a waiting one is raised here.
 
-    Outside of :func:`held_back`, and in threads other than the main one, this does nothing.
+    Does nothing outside :func:`defer_sigint`, and in threads other than the main one.
     """
     is_main = threading.current_thread() is threading.main_thread()
     note = _signal.getsignal(_SIGINT) if is_main else None

@@ -1,4 +1,4 @@
-"""What an optimizer and the offloader of its device memory know of each other.
+"""Protocols between optimizers and :class:`.PhaseOffloader`.
 
 :class:`.PhaseOffloader` moves the memory of any :class:`Offloadable`; ``HybridDeviceOptimizer`` has
 one. Neither imports the other.
@@ -22,8 +22,8 @@ class HostCopies(Protocol):
     """Host memory of tensors that are offloaded."""
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """A tensor like ``tensor`` (a DTensor of the same placements for a DTensor) over the copy
-        of its storage; None if that is not offloaded. What is written there is reloaded."""
+        """Return a tensor like ``tensor`` (a DTensor for a DTensor) over the copy of its storage;
+        None if it is not offloaded. A reload copies what the caller writes there."""
         ...
 
     def wait(self) -> None:
@@ -36,11 +36,11 @@ class Offloadable(Protocol):
 
     @property
     def is_away(self) -> bool:
-        """Whether its device memory was given up."""
+        """Whether its device memory is offloaded."""
         ...
 
     def turn(self, what: str) -> AbstractContextManager[None]:
-        """Inside, which an offload and a reload are as a whole, no other thread steps.
+        """Keep other threads from stepping; an offload or a reload runs inside as a whole.
 
         Raises:
             BusyError: a signal handler called ``what`` in the middle of a step.
@@ -48,46 +48,47 @@ class Offloadable(Protocol):
         ...
 
     def prepare_offload(self) -> None:
-        """Finish all work, so that memory may be given up.
+        """Finish all work, so that memory may be freed.
 
         Raises:
-            SpentGradientError: between a backward that updated parameters and ``step()``.
+            SpentGradientError: called between a backward that updated parameters and ``step()``.
             LaneError: an earlier update failed.
         """
         ...
 
     def prepare_reload(self) -> None:
-        """Take over what the caller has put into the state that it was shown while away."""
+        """Adopt what the caller has written into the state while it was away."""
         ...
 
     def device_tensors(self) -> Sequence[tuple[str, Tensor]]:
-        """State on the device, with a key that is the same at each call."""
+        """List state on the device, with keys that are the same at each call."""
         ...
 
     def staging_buffers(self) -> Sequence[Tensor]:
-        """Device memory without content that lasts: it is given up, and taken, without a copy."""
+        """List device memory whose content does not matter: freed and allocated without a copy."""
         ...
 
     def set_away(self, copies: HostCopies) -> None:
-        """The memory is about to be given up: refuse steps and loads, show ``copies``."""
+        """Refuse steps and loads from now on, and show ``copies``: the memory is about to be
+        freed."""
         ...
 
     def set_present(self, arrival: Event | None) -> None:
-        """All memory is there again; its content is, after ``arrival``, or already."""
+        """Resume: all memory is back, and its content is valid after ``arrival``."""
         ...
 
 
 def offloadable_of(optimizer: object) -> Offloadable | None:
-    """What an optimizer of this package offers; None: it is another one."""
+    """Return the :class:`Offloadable` of an optimizer of this package; else None."""
     found: Any = getattr(optimizer, "_offloadable", None)
     return found  # type: ignore[no-any-return]
 
 
 def check_present(what: str, models: Iterable[nn.Module], optimizer: Optimizer | None) -> None:
-    """For loads that write by other means than ``load_state_dict``, whose hooks refuse.
+    """Refuse loads into offloaded memory that bypass the hooks of ``load_state_dict``.
 
     Raises:
-        AwayError: memory of a module, or of a plain optimizer's state, was given up.
+        AwayError: memory of a module, or of a plain optimizer's state, is offloaded.
     """
     tensors: list[object] = [t for m in models for t in (*m.parameters(), *m.buffers())]
     states = () if optimizer is None else optimizer.state.values()

@@ -1,4 +1,4 @@
-"""What one rank says for all: warnings, and of work that takes long a bar or a line of the log."""
+"""Output of one rank for all: warnings, and a bar or a log line for long work."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from typing import Final
 import torch.distributed as dist
 
 _DELAY_S: Final = 2
-"""What is done sooner shows nothing."""
+"""Shorter work shows no bar."""
 _log = logging.getLogger("fsdp_offload")
 
 
 def is_rank_0() -> bool:
-    """Whether this process speaks for all; also without a process group."""
+    """Whether this process is rank 0, or has no process group."""
     return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
 
 
 def warn(text: str, *values: object) -> None:
-    """Log a warning once per job; for what all ranks find, or what concerns all of them."""
+    """Log a warning once per job, for facts that all ranks share."""
     if is_rank_0():
         _log.warning(text, *values, stacklevel=2)
 
 
 def report(text: str, n_bytes: int, seconds: float) -> None:
-    """Log what was done once per job, with its rate, unless a bar has shown it."""
+    """Log finished work once per job, with its rate, unless a bar has shown it."""
     if is_rank_0() and not _draws_bars():
         rate = n_bytes / max(seconds, 1e-9) / 1e9
         _log.info("%s: %d bytes in %.2f s, %.2f GB/s", text, n_bytes, seconds, rate)
@@ -42,7 +42,7 @@ def _draws_bars() -> bool:
 
 
 class Progress:
-    """A bar that may not be there. Several threads may advance it."""
+    """A progress bar, or nothing. Several threads may advance it."""
 
     def __init__(self, total: float, text: str, unit: str) -> None:
         self._bar = None
@@ -62,28 +62,28 @@ class Progress:
         self._start = time.perf_counter()
 
     def advance(self, done: float = 1) -> None:
-        """So much more is done."""
+        """Advance the bar."""
         if self._bar is not None:
             with self._lock:
                 self._bar.update(done)
 
     def describe(self, text: str) -> None:
-        """Say what is done from now on, where advance cannot tell."""
+        """Change the bar's text."""
         if self._bar is not None:
             late = time.perf_counter() - self._start > _DELAY_S
             self._bar.set_description(text, refresh=late)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.close()
 
 
 @contextmanager
 def progress(total: float, text: str, *, unit: str = "B") -> Iterator[Progress]:
-    """A bar over ``total`` bytes, or another ``unit``; of 0 none.
+    """Show a bar over ``total`` bytes, or another ``unit``; none if ``total`` is 0.
 
-    Shown on rank 0, by its main thread, where there is a terminal, if it takes more than 2 s.
+    Only the main thread of rank 0 shows it, on a terminal, after 2 s.
     """
     bar = Progress(total, text, unit)
     try:

@@ -1,13 +1,13 @@
-"""Stands for the local shard of a gradient that is in host memory.
+"""Stand-ins for local shards of gradients in host memory.
 
-What clipping, ``GradScaler`` and ``zero_grad()`` do to gradients is answered without moving them.
-Norms were computed when the gradients were reduced, from the memory and by the kernel that torch
-would have used. A multiplication is noted, and done by the same operation when the values are
-fetched: the bits are the same. The factor is copied, because it is the caller's.
+A stand-in answers clipping, ``GradScaler`` and ``zero_grad()`` without moving the gradient. Norms
+were computed when the gradients were reduced, with the kernel that torch would have used. A
+multiplication is recorded, with a copy of its factor, and the same operation runs when the values
+are fetched: the bits are the same.
 
-All other code gets a copy, as of a weight in host memory (:mod:`.gated`). If the use has written
-into the copy, or its result may share its memory, the copy is the gradient from then on. It stays
-on the device, and an update reads it there.
+All other code gets a copy, like that of a weight in host memory (:mod:`.gated`). If the use wrote
+into the copy, or its result may share memory with it, the copy becomes the gradient, stays on the
+device, and the update reads it there.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from .backend import Event
 from .gated import GatedShard, name_of
 
 ORDERS: Final = (2.0, torch.inf)
-"""Of the norms that are recorded."""
+"""Orders of the recorded norms."""
 
 
 Operation = tuple[Callable[..., object], Any]
-"""What was done to gradients in place, and is still to be done to their values: a function of a
-list of them, with its operand."""
+"""A recorded in-place operation on gradients that their values still need: a function of a list of
+tensors, with its operand."""
 Operations = tuple[Operation, ...]
 
 
 @torch.no_grad()
 def apply_all(pending: Sequence[tuple[Sequence[Tensor], Operations]]) -> None:
-    """Do to lists of tensors, each of one dtype, what was done to gradients."""
+    """Apply recorded operations to lists of tensors, each of one dtype."""
     for tensors, operations in pending:
         for apply, operand in operations:
             apply(list(tensors), operand)
@@ -58,26 +58,26 @@ class Place:
     """A gradient's values in host memory."""
 
     host: Tensor  # of the shard's shape and dtype
-    start: int  # byte, in the memory of gradients that leave together
-    norms: Tensor  # one of each order, on the device; the next reduction writes into it
-    normed: Event  # after it, the norms are there
-    stored: Event  # after it, the values are
-    read: Event | None = None  # after it, the memory may be written into
+    start: int  # byte in the memory of gradients that leave together
+    norms: Tensor  # one per order, on the device; the next reduction overwrites them
+    normed: Event  # after it, the norms are valid
+    stored: Event  # after it, the values are valid
+    read: Event | None = None  # after it, the memory may be overwritten
 
 
 class Taken(NamedTuple):
-    """A gradient as an update reads it, whatever the caller does to it later."""
+    """A gradient as an update reads it, independent of later changes by the caller."""
 
     place: Place
     operations: Operations
 
 
 class Record:
-    """One gradient in host memory; the :class:`.Keeper` of what stands for it.
+    """One gradient in host memory; the :class:`.Keeper` of its stand-in.
 
     Args:
-        fetch: gives a copy of what is at the place, for uses on the current stream.
-        wait: lets the current stream wait.
+        fetch: copies the values to the device, for the current stream.
+        wait: makes the current stream wait.
         place: see :meth:`store`.
     """
 
@@ -85,39 +85,39 @@ class Record:
         self, fetch: Callable[[Record], Tensor], wait: Callable[[Event], None], place: Place
     ) -> None:
         self.fetch, self.wait = fetch, wait
-        self._copied_version = self.version = 0  # the latter counts what was noted
+        self._copied_version = self.version = 0  # the latter counts recorded operations
         self.store(place)
 
     def store(self, place: Place) -> None:
-        """The values are there from now on."""
+        """Set the place of new values."""
         self.place, self._has_norms = place, True
         self.operations: Operations = ()
         self.real: Tensor | None = None  # the values, while they are on the device
         self.version += 1
 
     def note(self, *operations: Operation) -> None:
-        """These were done to the gradient in place, while its values are away."""
+        """Record in-place operations, while the values are away."""
         self.operations, self._has_norms = operations, False
         self.version += 1
 
     def keep(self, values: Tensor) -> Tensor:
-        """Have what was stored, and do what was noted since, on the device."""
+        """Keep ``values`` on the device, and apply the recorded operations to them."""
         apply_all([([values], self.operations)])
         self.real, self.operations, self._has_norms = values, (), False
         return values
 
     @property
     def taken(self) -> Taken:
-        """As it is now, for an update."""
+        """Return its present state, for an update."""
         return Taken(self.place, self.operations)
 
     @property
     def is_zero(self) -> bool:
-        """Whether the stored values are of no use any more."""
+        """Whether zeroing has made the stored values useless."""
         return self.operations[:1] == (_ZERO,)
 
     def norm(self, order: float) -> Tensor | None:
-        """As it was recorded: 0-dim, behind ``normed``, in memory that is used again."""
+        """Return the recorded norm: 0-dim, valid after ``normed``, until the next reduction."""
         is_known = self._has_norms and order in ORDERS
         return self.place.norms[ORDERS.index(order)] if is_known else None
 
@@ -143,7 +143,7 @@ class Record:
         self.local()
 
     def local(self) -> Tensor:
-        """See :class:`.Keeper`. On the device: there is no view of host memory to write to."""
+        """As of :class:`.Keeper`. On the device, because callers get no view of the host memory."""
         return self.keep(self.fetch(self)) if self.real is None else self.real
 
 
@@ -154,7 +154,6 @@ class RecordedShard(GatedShard):
 
     @property
     def _version(self) -> int:  # type: ignore[override]
-        """Changes with each write."""
         record = self.keeper
         return record.version if record.real is None else record.version + record.real._version
 
@@ -167,7 +166,7 @@ class RecordedShard(GatedShard):
 
 
 def record_of(tensor: object) -> Record | None:
-    """Of what stands for a gradient in host memory."""
+    """Return the record of a stand-in for a gradient in host memory."""
     return tensor.keeper if type(tensor) is RecordedShard else None
 
 
@@ -175,7 +174,6 @@ def record_of(tensor: object) -> Record | None:
 
 
 def _split(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Record]]:
-    """Those that are on the device, and the others."""
     here, away = list[Tensor](), list[Record]()
     for tensor in tensors:
         record = record_of(tensor)
@@ -187,7 +185,6 @@ def _split(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Record]]:
 
 
 def _are_alike(tensors: Sequence[Tensor], dtype: object = None) -> bool:
-    """Else torch takes another kernel for all of a list."""
     return dtype is None and len({tensor.dtype for tensor in tensors}) == 1
 
 
@@ -204,7 +201,6 @@ def _norms(func: Any, tensors: list[Tensor], ord: Any = 2, dtype: Any = None) ->
 
 
 def _recorded(away: Sequence[Record], order: float) -> list[Tensor | None]:
-    """Norms that the current stream may read."""
     for event, record in {record.place.normed: record for record in away}.items():
         record.wait(event)
     return [record.norm(order) for record in away]
@@ -238,7 +234,7 @@ def _scale(func: Any, tensor: Tensor, factor: Any, **options: Any) -> Any:
 
 
 def _check_and_unscale(func: Any, tensors: list[Tensor], found: Tensor, inverse: Tensor) -> Any:
-    """The largest element tells of all that are not finite; a norm of order 2 may overflow."""
+    """Check the largest element, because a norm of order 2 may overflow."""
     _, away = _split(tensors)
     known = [norm for norm in _recorded(away, torch.inf) if norm is not None]
     if len(known) < len(tensors):
@@ -277,4 +273,4 @@ _ANSWERS: Final[dict[str, Callable[..., Any]]] = {
     "_foreach_zero_": _zero_all,
     **dict.fromkeys(("zeros_like", "empty_like", "ones_like"), _like),
 }
-"""By the operation's name, of torch's functions and below them."""
+"""Handlers by name of the operation."""

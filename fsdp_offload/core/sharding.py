@@ -1,4 +1,4 @@
-"""``shard``: FSDP2 over the repeated blocks of a model and the rest of it, also in one process."""
+"""``shard``: apply FSDP2 to the repeated blocks of a model and to its root, also in one process."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def shard(
     """Apply torch's ``fully_shard`` to each repeated block of ``model``, then to ``model``.
 
     ``python train.py`` on one GPU then trains as an FSDP2 job does: updates run beside the forward.
-    Build the optimizer afterwards. All ranks bring the same weights, and FSDP2 moves them to the
-    current accelerator. Without a process group ``shard`` makes one, of all ranks where ``RANK`` is
-    set (``torchrun``), else of this process; to have another one, make it before.
+    Build the optimizer afterwards. All ranks pass the same weights, and FSDP2 moves them to the
+    current accelerator. Without a process group, ``shard`` makes one: of all ranks if ``RANK`` is
+    set (``torchrun``), else of this process.
 
     Args:
         model: changed in place. Modules whose trained parameters have another dtype than most, such
@@ -45,7 +45,7 @@ def shard(
         options: other keywords of ``fully_shard``, such as ``mp_policy``, for each call.
 
     Raises:
-        ConfigError: ``model`` is sharded already, or ``blocks`` are no blocks of it.
+        ConfigError: ``model`` is sharded already, or does not contain ``blocks``.
         UnsupportedParameterError: FSDP2 cannot gather a parameter.
     """
     _check(model)
@@ -55,7 +55,7 @@ def shard(
         if len(dtypes) > 1:
             raise UnsupportedParameterError(
                 ", ".join(f"{name} of {dtype}" for dtype, name in dtypes.items()),
-                reason="FSDP2 reduces their gradients together, which takes one dtype",
+                reason="FSDP2 reduces their gradients together, in one dtype",
                 remedy="give the model one dtype, model.to(torch.bfloat16), or freeze one of them",
             )
     mesh = mesh or _mesh_of_all_ranks()
@@ -71,7 +71,7 @@ def _check(model: nn.Module) -> None:
             raise ConfigError(
                 f"{name or 'model'} of type {type(module).__name__}",
                 reason="it is sharded or replicated already",
-                remedy="pass the model as it was before; an FSDP2 model needs no shard()",
+                remedy="pass the unsharded model; an FSDP2 model needs no shard()",
             )
     for name, parameter in model.named_parameters():
         kind, index = type(parameter), parameter.device.index
@@ -81,7 +81,8 @@ def _check(model: nn.Module) -> None:
             raise UnsupportedParameterError(
                 f"{name} of type {kind.__name__} on {parameter.device}",
                 reason="FSDP2 shards dimension 0 of plain contiguous tensors on the current device",
-                remedy="initialise, dequantise or reshape it; torch.accelerator.set_device_index()",
+                remedy="initialise, dequantise or reshape it, or call "
+                "torch.accelerator.set_device_index()",
             )
 
 
@@ -103,8 +104,9 @@ def _checked(model: nn.Module, blocks: Any) -> list[nn.Module]:
     if not {*inside}.issuperset(found) or not all(map(_has_forward, [model, *found])):
         raise ConfigError(
             f"a {type(model).__name__} with blocks={blocks}",
-            reason="blocks are modules of the model, and FSDP2 works where modules have a forward",
-            remedy="pass a whole model, and a class or modules of it, such as blocks=model.layers",
+            reason="blocks must be modules of the model, and FSDP2 needs modules with a forward",
+            remedy="pass the whole model, and a class or modules of it, such as "
+            "blocks=model.layers",
         )
     return found
 
@@ -114,7 +116,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _of_other_dtype(model: nn.Module) -> set[nn.Module]:
-    """Modules to shard on their own: FSDP2 wants one dtype of what it reduces together."""
+    """Find modules to shard on their own, because FSDP2 reduces one dtype at a time."""
     sizes = Counter[torch.dtype]()
     for each in model.parameters():
         sizes[each.dtype] += each.numel() * each.requires_grad
@@ -127,8 +129,8 @@ def _of_other_dtype(model: nn.Module) -> set[nn.Module]:
 
 
 def _groups(model: nn.Module, units: set[nn.Module]) -> dict[nn.Module, dict[nn.Parameter, str]]:
-    """Parameters of each FSDP2 module. Modules that share one leave theirs to the root: FSDP2
-    would make several of it."""
+    """Assign parameters to FSDP2 modules. Modules that share one leave theirs to the root, because
+    FSDP2 would make several of it."""
     groups: dict[nn.Module, dict[nn.Parameter, str]] = defaultdict(dict)
     unit_of: dict[str, nn.Module] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -144,12 +146,12 @@ def _groups(model: nn.Module, units: set[nn.Module]) -> dict[nn.Module, dict[nn.
 def _mesh_of_all_ranks() -> DeviceMesh:
     device = default_device()
     if "LOCAL_RANK" not in os.environ:
-        torch.empty(0, device=device)  # DeviceMesh sets a device where none is in use
+        torch.empty(0, device=device)  # DeviceMesh sets a device if none is in use
     if not dist.is_initialized() and "RANK" in os.environ:
         dist.init_process_group()
     elif not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(store=store, rank=0, world_size=1)
-        # NCCL warns of a group that an exit finds.
+        # NCCL warns if a process exits with a group.
         atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
     return init_device_mesh(device.type, (dist.get_world_size(),))

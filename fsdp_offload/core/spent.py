@@ -1,8 +1,8 @@
-"""What ``.grad`` is while the optimizer owns the gradient: a tensor whose every use raises.
+"""Stand-ins for consumed gradients: tensors that raise on every use.
 
-With ``overlap="backward"`` a gradient is used as soon as it is there, and may be gone at any time.
-``None`` in its place would make clipping, unscaling and logging silent no-ops, and a second
-backward would silently start anew where torch accumulates.
+With ``overlap="backward"`` an update consumes a gradient during backward. ``None`` in its place
+would silently turn clipping, unscaling and logging into no-ops, and a second backward would
+silently start afresh where torch accumulates.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _USERS: Final = {
     "clip_grad_value_": "clip_grad_value_",
     "_unscale_grads_": "GradScaler.unscale_",
 }
-"""Functions that change all gradients, and what callers call them."""
+"""Functions that change all gradients, and the names that callers know."""
 
 
 class SpentGradient(Tensor):
-    """Stands for the gradient of one parameter, which the optimizer has consumed; holds no memory.
+    """Stands for a gradient that the optimizer has consumed; holds no memory.
 
     Args:
-        parameter: its shape, dtype and device are taken.
-        fqn: of the parameter, for errors.
+        parameter: gives shape, dtype and device.
+        fqn: the parameter's, for errors.
     """
 
     fqn: str
@@ -68,7 +68,7 @@ class SpentGradient(Tensor):
         raise _error(name, "a parameter" if found is None else found.fqn)
 
     def __getattr__(self, name: str) -> Any:
-        """What tensors do not have, but DTensors do."""
+        """Refuse attributes that only DTensors have."""
         if name.startswith("__") or name == "fqn":
             raise AttributeError(name)
         raise _error(name, self.fqn)
@@ -91,50 +91,49 @@ def _find(values: Any) -> SpentGradient | None:
 
 
 def _error(use: str, fqn: str) -> SpentGradientError:
-    """Of a caller who used the gradient of ``fqn`` by ``use``."""
     what = _user() or f"{use} of the gradient of {fqn}"
     return SpentGradientError(
         f'{what} with overlap="backward"',
-        reason=f"the gradient of {fqn} was used for its update as soon as it was there",
+        reason=f"backward has already used the gradient of {fqn} for its update",
         remedy=_FORWARD,
     )
 
 
 def another_backward_error(fqn: str, *, is_stepped: bool) -> SpentGradientError:
-    """The error of a caller who calls backward() while ``.grad`` of ``fqn`` is consumed.
+    """Build the error for another backward() while ``.grad`` of ``fqn`` is consumed.
 
     Args:
-        fqn: of the first such parameter.
-        is_stepped: whether ``step()`` was called since.
+        fqn: the first such parameter's.
+        is_stepped: whether the caller has called ``step()`` since.
     """
     if is_stepped:
         return SpentGradientError(
             "another backward() after step()",
-            reason=f"step() has consumed the gradient of {fqn}, so nothing can be added to it; "
-            "what this backward() has computed was dropped",
+            reason=f"step() has consumed the gradient of {fqn}; the gradients of this "
+            "backward() were dropped",
             remedy=f"call zero_grad() after step(), or {_FORWARD}",
         )
     return SpentGradientError(
-        'gradients that come in parts with overlap="backward"',
-        reason=f"the gradient of {fqn} was used for its update as soon as it was there, so nothing "
-        "can be added to it; what this backward() has computed was dropped",
-        remedy="run every backward() but the last before step() inside "
-        f"`with optimizer.accumulate():`, or {_FORWARD}",
+        'several backward() calls per step() with overlap="backward"',
+        reason=f"the first one used the gradient of {fqn} for its update; the "
+        "gradients of this backward() were dropped",
+        remedy="run all but the last backward() inside `with "
+        f"optimizer.accumulate():`, or {_FORWARD}",
     )
 
 
 def changed_gradient_error(fqn: str) -> SpentGradientError:
-    """The error of a caller who set ``.grad`` of ``fqn`` between its update and ``step()``."""
+    """Build the error for a caller that set ``.grad`` of ``fqn`` between its update and
+    ``step()``."""
     return SpentGradientError(
-        f"step() after .grad of {fqn} was set or dropped since backward()",
-        reason='overlap="backward" had updated the parameter by then; the next step() ends this '
-        "iteration",
+        f"step() after .grad of {fqn} was replaced or cleared since backward()",
+        reason='overlap="backward" had already updated the parameter; the next '
+        "step() ends this iteration",
         remedy=f"change gradients after step(), or {_FORWARD}",
     )
 
 
 def _user() -> str | None:
-    """Which well-known function is using a gradient, by the names on the calling stack."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if found := _USERS.get(frame.f_code.co_name):

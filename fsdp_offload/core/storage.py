@@ -1,18 +1,17 @@
 """The only file that touches private API of torch's storages, CUDA allocator and hooks of
 saved tensors.
 
-A storage object is what all views, aliases and DTensors of some memory share. To move them all to
-addresses of our choice, the object is given other memory. torch 2.13 exchanges the memory of two
+All views, aliases and DTensors of some memory share one storage object. To move them all to chosen
+addresses, this module gives the object other memory. torch 2.13 exchanges the memory of two
 storages. Earlier versions can only *resize* a storage, which allocates from the current memory pool
-and copies; so on CUDA a pool is used whose memory we give. Its allocator is called with the
-allocator's lock and the GIL held. Python code there could be interrupted by a thread that holds the
-GIL while it waits for the lock; so the callback is a built-in method (``dict.get``), which cannot
-be interrupted. Memory is given back by its owner, not through the pool, whose callback for that
-does nothing.
+and copies; so on CUDA this module uses a pool with its own memory. torch calls the pool's allocator
+with the allocator's lock and the GIL held. A thread that holds the GIL while it waits for the lock
+could interrupt Python code there; so the callback is a built-in method (``dict.get``), which
+nothing interrupts. The owner frees the memory; the pool's callback for that does nothing.
 
-A storage moved alone gets what the allocator takes for it: 20 MiB for one of 7. So storages are
-moved together: the allocator takes one segment for their sum and, as that is dropped at once, cuts
-them from it. Requests up to 1 MiB have segments of 2 MiB, several in each, whatever is done.
+A storage that moves alone gets a whole segment: 20 MiB for 7. So storages move together: the
+allocator takes one segment for their sum, frees it at once, and cuts the storages from it. Requests
+up to 1 MiB always share segments of 2 MiB.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ _MIB: Final = 1 << 20
 
 
 def identity(storage: torch.UntypedStorage) -> int:
-    """The same for every Python object of one storage, as long as one of them lives."""
+    """Identify a storage: the same for all its Python objects, as long as one of them lives."""
     return int(storage._cdata)
 
 
 def owners(storage: torch.UntypedStorage) -> int:
-    """How many tensors, in Python or C++, hold a storage."""
+    """Count the tensors, in Python or C++, that hold a storage."""
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
@@ -58,16 +57,16 @@ def is_shared(tensor: Tensor) -> bool:
 
 
 def refuse_addresses(tensor: Tensor) -> None:
-    """Let C++ that asks for the address of a tensor without memory raise, not read address 0."""
+    """Make C++ code raise instead of reading address 0 of a tensor without memory."""
     torch._C._set_throw_on_mutable_data_ptr(tensor)
 
 
 def is_empty(tensor: Tensor, storage: torch.UntypedStorage | None = None) -> bool:
-    """Whether a plain tensor's memory was given up by a resize: never, if it is sparse. Cheap.
+    """Whether a resize has freed a plain tensor's memory; false for sparse ones. Cheap.
 
-    ``storage``: its own, if it is at hand.
+    ``storage``: its own, if the caller has it.
     """
-    try:  # asking for the layout first would take half as long again, at each call
+    try:  # checking the layout first would make each call half as slow again
         storage = tensor.untyped_storage() if storage is None else storage
     except NotImplementedError:  # sparse: its values are other tensors, which stay
         return False
@@ -75,10 +74,10 @@ def is_empty(tensor: Tensor, storage: torch.UntypedStorage | None = None) -> boo
 
 
 def present(tensor: Tensor, what: str = "use") -> Tensor:
-    """``tensor``, plain and strided, whose memory is about to be read or written.
+    """Return ``tensor``, plain and strided, after checking that its memory is present.
 
     Raises:
-        AwayError: it was given up.
+        AwayError: the memory is offloaded.
     """
     storage = tensor.untyped_storage()
     if is_empty(tensor, storage) or not getattr(owner_of(storage), "is_present", True):
@@ -90,13 +89,13 @@ def present(tensor: Tensor, what: str = "use") -> Tensor:
     return tensor
 
 
-@torch.inference_mode(False)  # it may outlive the mode, and is written to then
+@torch.inference_mode(False)  # it may outlive the mode, and be written to then
 def view_over(memory: Tensor, like: Tensor) -> Tensor:
-    """A tensor like ``like`` over a copy of its storage.
+    """Build a tensor like ``like`` over a copy of its storage.
 
     Args:
         memory: the copy, 1-D uint8; all bytes of the storage.
-        like: plain; its dtype, shape, strides and offset are taken.
+        like: plain; gives dtype, shape, strides and offset.
     """
     start = memory.storage_offset()
     # Exactly these bytes, so that torch.save takes nothing else with them.
@@ -115,8 +114,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def move(parameter: Tensor, device: torch.device) -> None:
-    """Move a parameter, which stays the same object, with its gradient; one on the meta device gets
-    memory with any values."""
+    """Move a parameter and its gradient in place; one on the meta device gets uninitialised
+    memory."""
     gradient, parameter.grad = parameter.grad, None
     data = parameter.detach()
     data = torch.empty_like(data, device=device) if data.is_meta else data.to(device)
@@ -127,7 +126,7 @@ def move(parameter: Tensor, device: torch.device) -> None:
 
 
 def tie(storage: torch.UntypedStorage, owner: object) -> None:
-    """Say that ``owner`` gives the storage its memory: it lives as long as the storage."""
+    """Keep ``owner``, which owns the storage's memory, alive as long as the storage."""
     storage._fsdp_offload_memory = owner  # type: ignore[attr-defined]
 
 
@@ -137,7 +136,7 @@ def untie(storage: torch.UntypedStorage) -> None:
 
 
 def owner_of(storage: torch.UntypedStorage) -> Any:
-    """What it was tied to, or None."""
+    """Return the owner of :func:`tie`, or None."""
     return getattr(storage, "_fsdp_offload_memory", None)
 
 
@@ -150,15 +149,15 @@ def can_swap() -> bool:
 
 
 def swap_memory(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-    """Exchange the memory of two storages of equal size, and whether it is resizable."""
+    """Exchange the memory of two storages of equal size, with their resizable flags."""
     storage._swap_data_ptr_(other)  # type: ignore[attr-defined]
 
 
 def renew(storage: torch.UntypedStorage) -> None:
-    """Give the storage ordinary memory of torch's, with its content, on the current stream.
+    """Move the storage to ordinary memory of torch's, with its content, on the current stream.
 
     Raises:
-        torch.OutOfMemoryError: there is none; it is as before.
+        torch.OutOfMemoryError: no memory; the storage is unchanged.
     """
     n_bytes = storage.nbytes()
     if n_bytes == 0:
@@ -172,16 +171,16 @@ def renew(storage: torch.UntypedStorage) -> None:
 
 
 class AddressPool:
-    """A pool of torch's CUDA allocator that takes memory where it should.
+    """A pool of torch's CUDA allocator at addresses of the caller's choice.
 
     Args:
         device: ``cuda`` with an index.
-        memory: gives the address of device memory of a size in bytes, which stays.
+        memory: returns the address of device memory of a size in bytes, which stays.
     """
 
     def __init__(self, device: torch.device, memory: Callable[[int], int]) -> None:
         self._device, self._memory = device, memory
-        self._ready: dict[int, int] = {}  # address by size: what the next segment gets
+        self._ready: dict[int, int] = {}  # address by size, for the next segment
         allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(self._ready.get)
         release = ctypes.CDLL(None).getpid  # any function without effect
         self._allocator = torch._C._cuda_customAllocator(_pointer(allocate), _pointer(release))
@@ -191,16 +190,16 @@ class AddressPool:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object((allocate, self._allocator)))
 
     def move(self, found: Sequence[torch.UntypedStorage]) -> None:
-        """Give storages memory of the pool, with their content, on the current stream.
+        """Move storages into the pool, with their content, on the current stream.
 
         Args:
             found: one; or several, none of them small, which share a segment, where the allocator
                 :func:`cuts_segments`.
 
         Raises:
-            torch.OutOfMemoryError: ``memory`` has none.
-            DeviceError: torch's allocator wanted segments of other sizes than it is known to; each
-                storage is as before, or was moved.
+            torch.OutOfMemoryError: ``memory`` has too little.
+            DeviceError: torch's allocator asked for unexpected segment sizes; each storage is
+                unchanged or has moved.
         """
         n_bytes = sum(block_bytes(storage.nbytes()) for storage in found)
         size = segment_bytes(n_bytes)
@@ -209,25 +208,25 @@ class AddressPool:
         address = 0
         try:
             with torch.cuda.use_mem_pool(self._pool, self._device):
-                if len(found) > 1:  # dropped at once: the pool has cached memory from now on
+                if len(found) > 1:  # freed at once, so the pool has cached memory from now on
                     whole = torch.empty(n_bytes, dtype=torch.uint8, device=self._device)
                     address = whole.data_ptr()
                     del whole
                 for storage in found:
                     storage.resize_(storage.nbytes())  # the same size: other memory, and a copy
-        except torch.OutOfMemoryError as error:  # what was ready was of another size
+        except torch.OutOfMemoryError as error:  # the prepared memory had another size
             raise elsewhere_error(n_bytes) from error
         start = self._ready[size]
         if start <= (address or found[0].data_ptr()) < start + size:
-            del self._ready[size]  # it was used, not a rest of an earlier segment
+            del self._ready[size]  # the request used it, not the rest of an earlier segment
 
 
 def elsewhere_error(n_bytes: int) -> DeviceError:
-    """Of memory that was to be of an :class:`AddressPool`."""
+    """Build the error for an :class:`AddressPool` that got memory elsewhere."""
     return DeviceError(
         f"{n_bytes} bytes at a given address",
-        reason="torch's allocator asks for other sizes than it does by default",
-        remedy="use torch 2.13 or later, or take roundup_power2_divisions out of "
+        reason="torch's allocator does not request its default sizes",
+        remedy="use torch 2.13 or later, remove roundup_power2_divisions from "
         "PYTORCH_ALLOC_CONF, or leave keep_addresses out",
     )
 
@@ -239,21 +238,21 @@ def _pointer(function: Any) -> int:
 
 
 def segment_bytes(n_bytes: int) -> int:
-    """What torch's caching allocator asks for, when it has no room for ``n_bytes``."""
+    """Return the segment size that torch's allocator requests for ``n_bytes``."""
     if is_small(n_bytes):
         return 2 * _MIB
-    if n_bytes < 10 * _MIB:  # more than is asked for, for later requests
+    if n_bytes < 10 * _MIB:  # more than requested, for later requests
         return 20 * _MIB
     return -(-n_bytes // (2 * _MIB)) * 2 * _MIB
 
 
 def is_small(n_bytes: int) -> bool:
-    """Whether the allocator has segments of their own for requests of that size."""
+    """Whether the allocator has separate segments for requests of that size."""
     return n_bytes <= _MIB
 
 
 def block_bytes(n_bytes: int) -> int:
-    """What the allocator cuts from a segment for a request."""
+    """Return the block size that the allocator cuts from a segment for a request."""
     return max(-(-n_bytes // 512), 1) * 512
 
 
@@ -263,9 +262,9 @@ def may_cut(device: torch.device) -> bool:
 
 
 def cuts_segments(device: torch.device) -> bool:
-    """Whether the allocator cuts what a request needs, and no more, from such a segment.
+    """Whether the allocator cuts exactly what a request needs from such a segment.
 
-    Settings can forbid that, or make it useless: expandable segments are one anyway.
+    Settings can forbid that, or make it useless, like expandable segments.
     """
     if not may_cut(device) or torch.cuda.get_allocator_backend() != "native":
         return False
@@ -274,7 +273,7 @@ def cuts_segments(device: torch.device) -> bool:
 
 
 def has_expandable_segments() -> bool:
-    """Whether torch's allocator was told to use them."""
+    """Whether torch's allocator uses expandable segments."""
     return "expandable_segments:true" in _allocator_settings().replace(" ", "").lower()
 
 
@@ -282,7 +281,7 @@ def _allocator_settings() -> str:
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
     found = [os.environ.get(name, "") for name in names]
     read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    if read is not None:  # what was set later
+    if read is not None:  # settings changed after import
         found.append(str(read()))
     return ",".join(found)
 
@@ -291,8 +290,8 @@ def _allocator_settings() -> str:
 
 
 def saved_tensor_hook() -> Callable[[Tensor], Any] | None:
-    """The first hook that saved tensors of this thread go through now: activation checkpointing has
-    some, ``save_on_cpu`` has. None, too, where torch cannot be asked."""
+    """Return the first active hook for saved tensors of this thread, such as that of activation
+    checkpointing or ``save_on_cpu``. None also if torch cannot tell."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     pair = None if top is None else top(True)
     return None if pair is None else pair[0]
@@ -302,8 +301,8 @@ def saved_tensor_hook() -> Callable[[Tensor], Any] | None:
 
 
 def span(name: str) -> AbstractContextManager[object]:
-    """``fsdp_offload::name`` in torch's profiler, around what the host enqueues inside.
+    """Mark what the host enqueues inside as ``fsdp_offload::name`` in torch's profiler.
 
-    ``torch.profiler.record_function`` does the same for 13 microseconds, this for 0.5.
+    Costs 0.5 microseconds; ``torch.profiler.record_function`` costs 13.
     """
     return torch._C._profiler._RecordFunctionFast(f"fsdp_offload::{name}")

@@ -1,1 +1,1 @@
-"""Trainers that need more than the one line; each module imports its trainer's package."""
+"""Support for trainers that need more than one line; each module imports its trainer's package."""

@@ -1,4 +1,4 @@
-"""Lightning's ``ModelParallelStrategy``, for modules whose ``configure_model`` shards them."""
+"""A ``ModelParallelStrategy`` of Lightning, for modules that ``configure_model`` shards."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ..optimizer import HybridDeviceOptimizer
 
 
 class OffloadStrategy(ModelParallelStrategy):  # type: ignore[misc]
-    """Wrap each optimizer, after Lightning has moved what optimizers hold to the device.
+    """Wraps each optimizer after Lightning has moved optimizer state to the device.
 
-    A wrapper that ``configure_optimizers`` returned would have all of its state moved there.
+    Lightning would move all state of a wrapper that ``configure_optimizers`` returned.
 
     Args:
         options: keywords of :class:`.HybridDeviceOptimizer`, such as ``{"offload": "all"}``.
-        settings: of ``ModelParallelStrategy``.
+        settings: keywords of ``ModelParallelStrategy``.
     """
 
     optimizers: Any  # a property of the strategy
@@ -27,7 +27,7 @@ class OffloadStrategy(ModelParallelStrategy):  # type: ignore[misc]
         self._options = options or {}
 
     def setup(self, trainer: Trainer) -> None:
-        """Wrap what ``configure_optimizers`` returned."""
+        """Wrap the optimizers that ``configure_optimizers`` returned."""
         super().setup(trainer)
         module, options = self.lightning_module, self._options
         self.optimizers = [HybridDeviceOptimizer(o, module, **options) for o in self.optimizers]

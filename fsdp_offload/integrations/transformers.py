@@ -1,4 +1,4 @@
-"""The ``Trainer`` of transformers, and those that derive from it, such as TRL's ``SFTTrainer``."""
+"""Support for the ``Trainer`` of transformers and its subclasses, such as TRL's ``SFTTrainer``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T", bound=Trainer)
 def offload(trainer: T, **options: Any) -> T:
     """Wrap the optimizer of ``trainer`` as soon as Accelerate has sharded its model.
 
-    A checkpoint is loaded after that, so a resumed run keeps its masters. Call it before
+    The trainer loads a checkpoint after that, so a resumed run keeps its masters. Call this before
     ``trainer.train()``; returns ``trainer``.
 
     Args:
@@ -25,7 +25,7 @@ def offload(trainer: T, **options: Any) -> T:
         options: keywords of :class:`.HybridDeviceOptimizer`, such as ``offload="all"``.
 
     Raises:
-        ConfigError: (when training begins) Accelerate prepared no optimizer.
+        ConfigError: Accelerate prepared no optimizer (raised when training begins).
     """
     accelerator = trainer.accelerator
     prepare = accelerator.prepare

@@ -1,4 +1,4 @@
-"""Bytes in motion: page-locked host memory, and transfers between it and the device."""
+"""Page-locked host memory, and transfers between it and the device."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""Device memory at addresses that stay: ranges whose chunks are mapped and unmapped.
+"""Device memory at fixed addresses: ranges whose chunks are mapped and unmapped.
 
-An address range is reserved once. A chunk of it is mapped (has memory) or not; tensors over the
-range keep their address all the time, and keep the range itself. Using one whose chunk is not
-mapped is an error of the caller that torch does not catch: a kernel stops with an illegal access.
+An address range is reserved once. Its chunks are mapped (have memory) or not. Tensors over the
+range keep their address, and keep the range alive. If a caller uses one whose chunk is not mapped,
+torch does not notice: the kernel stops with an illegal access.
 
-On the CPU an anonymous mapping stands for the range, and unmapping a chunk gives its memory back to
-the kernel (``MADV_DONTNEED``): the same address rules without a GPU. There an unmapped chunk reads
-as zeros.
+On the CPU the range is an anonymous mapping, and unmapping a chunk returns its memory to the kernel
+(``MADV_DONTNEED``): the same address rules without a GPU. An unmapped chunk reads as zeros there.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from ..core.errors import DeviceError, HostMemoryError
 from .block import OwnedBlock
 
 CHUNK_BYTES: Final = 256 << 20
-"""To let the device use a chunk takes 1 ms while copies to it run, of any size, and 0.6 ms more per
-256 MiB that are fresh from the driver (H200); so the fewer, the better."""
+"""Mapping a chunk of any size takes 1 ms while copies to it run, and 0.6 ms more per 256 MiB of new
+driver memory (H200), so larger chunks are better."""
 ALIGNMENT_BYTES: Final = 512  # of each tensor, as in torch's own allocator
 
 
 class HostDriver:
-    """What :class:`.cuda_driver.Driver` is for CUDA, for one range of the CPU."""
+    """As :class:`.cuda_driver.Driver`, for one range of CPU memory."""
 
     granularity_bytes = mmap.PAGESIZE
 
     def reserve(self, n_bytes: int) -> int:
-        """The address of the range.
+        """Reserve the range; returns its address.
 
         Raises:
             HostMemoryError: the kernel refused to map it.
@@ -50,32 +49,34 @@ class HostDriver:
                 reason=f"the kernel refused to map them ({error})",
                 remedy="ask for less, or raise the limit on address space (ulimit -v)",
             ) from None
-        with suppress(OSError, AttributeError):  # whole chunks go, never a part of a huge page
+        with suppress(
+            OSError, AttributeError
+        ):  # whole chunks are freed, never a part of a huge page
             self._mapping.madvise(mmap.MADV_NOHUGEPAGE)
         self._address = torch.frombuffer(self._mapping, dtype=torch.uint8, count=1).data_ptr()
         return self._address
 
     def map(self, address: int, n_bytes: int) -> None:
-        """The kernel gives memory at the first use."""
+        """Do nothing: the kernel provides memory at the first use."""
 
     def unmap(self, address: int, n_bytes: int) -> None:
-        """Give memory back to the kernel."""
+        """Return memory to the kernel."""
         self._mapping.madvise(mmap.MADV_DONTNEED, address - self._address, n_bytes)
 
     def tensor(self, address: int, n_bytes: int, owner: object) -> Tensor:
-        """1-D uint8 over a part of the range; it keeps the mapping."""
+        """Return a 1-D uint8 tensor over a part of the range; it keeps the mapping alive."""
         start = address - self._address
         return torch.frombuffer(self._mapping, dtype=torch.uint8, count=n_bytes, offset=start)
 
     def close(self, address: int, n_bytes: int, mapped: dict[int, int]) -> None:
-        """The mapping goes with the last tensor over it."""
+        """Drop the mapping, which ends with the last tensor over it."""
 
 
 def driver_of(device: torch.device) -> Driver | HostDriver:
-    """What maps memory there.
+    """Return the driver that maps memory on ``device``.
 
     Raises:
-        DeviceError: neither CUDA with virtual memory management nor the CPU.
+        DeviceError: the device is neither CUDA with virtual memory management nor the CPU.
     """
     if device.type == "cpu":
         return HostDriver()
@@ -83,24 +84,24 @@ def driver_of(device: torch.device) -> Driver | HostDriver:
         return Driver(device)
     raise DeviceError(
         f"memory at a fixed address on {device}",
-        reason="only the CUDA driver is supported",
-        remedy="do without fixed addresses there",
+        reason="only CUDA devices support it",
+        remedy="do without fixed addresses",
     )
 
 
 class AddressRange:
-    """Addresses, all of them mapped at first; storages are given out of them front to back.
+    """A range of addresses, all mapped at first, handed out as storages from front to back.
 
     Args:
-        driver: of the device.
-        key: begins the keys of its chunks.
-        n_bytes: rounded up to what the device maps at least.
-        chunk_bytes: of what is mapped as one; the last chunk may be smaller.
-        owner: who moves storages of others there; None: tensors of a region.
+        driver: the device's.
+        key: prefix of the keys of its chunks.
+        n_bytes: size, rounded up to the device's mapping granularity.
+        chunk_bytes: size of one chunk; the last chunk may be smaller.
+        owner: the object that moves other storages in; None for tensors of a region.
 
     Raises:
-        torch.OutOfMemoryError: there is no device memory; nothing was taken.
-        HostMemoryError: likewise, on the CPU.
+        torch.OutOfMemoryError: not enough device memory; nothing was taken.
+        HostMemoryError: the same, on the CPU.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class AddressRange:
         self.owner, self.used_bytes = owner, 0
         self._mapped: dict[int, int] = {}  # bytes by address
         self._close = weakref.finalize(self, driver.close, self.address, self.n_bytes, self._mapped)
-        self._close.atexit = False  # tensors are still in use then; the process's end gives it
+        self._close.atexit = False  # tensors are still in use then; the end of the process frees it
         try:
             for chunk in self.chunks():
                 chunk.restore()
@@ -127,8 +128,8 @@ class AddressRange:
             raise
 
     def chunks(self, storages: Sequence[tuple[torch.UntypedStorage, int]] = ()) -> list[Chunk]:
-        """All of its memory; ``storages`` begin at these bytes of it."""
-        # Host memory of all chunks lies side by side, so the first may have all storages.
+        """Return all chunks; ``storages`` begin at these bytes of the range."""
+        # The chunks' host memory is contiguous, so the first may list all storages.
         return [
             Chunk(self, f"{self._key}/{index}", start, self._step, () if index else storages)
             for index, start in enumerate(range(0, self.n_bytes, self._step))
@@ -148,21 +149,22 @@ class AddressRange:
 
     @property
     def mapped_bytes(self) -> int:
-        """Memory that it has now."""
+        """Bytes that are mapped now."""
         return sum(self._mapped.values())
 
     @property
     def is_present(self) -> bool:
-        """Whether all of it has memory."""
+        """Whether all of it is mapped."""
         return self.mapped_bytes == self.n_bytes
 
     @torch.inference_mode(False)
     def tensor(self, start: int, n_bytes: int) -> Tensor:
-        """1-D uint8 over what is mapped now; on CUDA its storage keeps the range."""
+        """Return a 1-D uint8 tensor over mapped bytes; on CUDA its storage keeps the range
+        alive."""
         return self._driver.tensor(self.address + start, n_bytes, self)
 
     def take(self, n_bytes: int) -> torch.UntypedStorage:
-        """A storage over the next bytes."""
+        """Take the next bytes as a storage."""
         taken = self.tensor(self.used_bytes, n_bytes).untyped_storage()
         self.used_bytes += align(n_bytes, ALIGNMENT_BYTES)
         return taken

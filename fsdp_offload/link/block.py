@@ -1,4 +1,4 @@
-"""What travels between host and device: bytes with a place on both sides, and where they are."""
+"""Blocks of bytes that move between host and device, and their residence."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ class Residence(enum.Enum):
     """Where the bytes of a block are."""
 
     HOST = enum.auto()
-    """In host memory alone. :meth:`.Link.fetch` makes it FETCHING."""
+    """Only in host memory. :meth:`.Link.fetch` makes it FETCHING."""
     FETCHING = enum.auto()
     """In host memory, and on the device after ``arrived``. :meth:`Block.changed` makes it DIRTY,
     :meth:`Block.ended` DEVICE, :meth:`Block.forget` HOST."""
     DEVICE = enum.auto()
-    """The same on both sides. :meth:`Block.changed` makes it DIRTY, :meth:`Block.forget` HOST."""
+    """Equal on both sides. :meth:`Block.changed` makes it DIRTY, :meth:`Block.forget` HOST."""
     DIRTY = enum.auto()
-    """On the device alone, after ``updated``. :meth:`.Link.store` makes it STORING."""
+    """Only on the device, after ``updated``. :meth:`.Link.store` makes it STORING."""
     STORING = enum.auto()
     """On the device, and in host memory after ``stored``. :meth:`Block.ended` makes it DEVICE,
     :meth:`Block.forget` HOST; it may be fetched again, behind ``stored``."""
 
 
 class Block:
-    """Bytes that travel together, as spans of equal lengths on both sides.
+    """Bytes that move together, as spans of equal lengths on both sides.
 
     Args:
-        host: 1-D uint8 tensors in host memory; empty while the block has none.
-        device: 1-D uint8 tensors on the device; empty while it has none.
+        host: 1-D uint8 tensors in host memory; empty without host memory.
+        device: 1-D uint8 tensors on the device; empty without device memory.
         residence: where the bytes are.
     """
 
@@ -54,32 +54,34 @@ class Block:
     ) -> None:
         self.host, self.device, self.residence = host, device, residence
         self.n_bytes = sum(each.nbytes for each in host or device)
-        self.arrived: Event | None = None  # link -> who reads the device: fetched
-        self.updated: Event | None = None  # who writes the device -> link: may be stored
-        self.stored: Event | None = None  # link -> who reads the host, or reuses the device
+        self.arrived: Event | None = None  # link -> readers of the device: fetched
+        self.updated: Event | None = None  # writer of the device -> link: may be stored
+        self.stored: Event | None = (
+            None  # link -> readers of the host, and users of the device memory
+        )
         self.stores = 0  # so far
         self._turns: tuple[Turns, Turns] | None = None
 
     def place(self, device: Sequence[Tensor]) -> None:
-        """Use other device memory from now on; nothing is under way, and the host has the bytes."""
+        """Use other device memory from now on; no copy is running, and the host has the bytes."""
         assert self.residence is not Residence.DIRTY, "the bytes are on the device alone"
         self.device, self._turns, self.residence = device, None, Residence.HOST
 
     def changed(self, updated: Event | None) -> None:
-        """The device memory has other bytes than the host, after ``updated``."""
+        """Mark the device's bytes as newer than the host's, after ``updated``."""
         self.updated, self.residence = updated, Residence.DIRTY
 
     def ended(self) -> None:
-        """The copy under way has been waited for: both sides have the bytes."""
+        """Mark the copy as completed: both sides have the bytes."""
         assert self.residence in (Residence.FETCHING, Residence.STORING), self.residence
         self.residence = Residence.DEVICE
 
     def forget(self) -> None:
-        """What the device has is of no use any more."""
+        """Discard the device's bytes."""
         self.residence = Residence.HOST
 
     def turns(self, turn_bytes: int) -> tuple[Turns, Turns]:
-        """Device and host spans, in turns of so many bytes."""
+        """Return device and host spans, in turns of ``turn_bytes``."""
         if self._turns is None:
             self._turns = in_turns(self.device, turn_bytes), in_turns(self.host, turn_bytes)
         return self._turns
@@ -89,7 +91,7 @@ class Block:
 
 
 class OwnedBlock(Block):
-    """A block of one span that can give its device memory up and take it again."""
+    """A block of one span that can free its device memory and allocate it again."""
 
     __slots__ = ("key", "storages")
 
@@ -97,33 +99,33 @@ class OwnedBlock(Block):
         self, key: str, n_bytes: int, storages: Sequence[tuple[torch.UntypedStorage, int]]
     ) -> None:
         super().__init__(residence=Residence.DIRTY)
-        self.key = key  # the same at each offload: it gets the host memory that it had
+        self.key = key  # the same at each offload, so that it gets the same host memory
         self.n_bytes = n_bytes  # above 0
-        # Those that begin in it, with their first byte there; one may end in a block behind it.
+        # Storages that begin in the block, with their first byte; one may end in a later block.
         self.storages = storages
 
     def view(self) -> Tensor:
-        """Its bytes: 1-D uint8 on the device. It must be present."""
+        """Return its bytes as 1-D uint8 on the device. It must be present."""
         raise NotImplementedError
 
     def release(self) -> None:
-        """Give its device memory up. All work on it has completed."""
+        """Free its device memory. All work on it has completed."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Take device memory again, with any content, in order of the current stream.
+        """Allocate device memory again, with any content, in order of the current stream.
 
         Raises:
-            torch.OutOfMemoryError: there is none; it is as before.
+            torch.OutOfMemoryError: not enough memory; the block has not changed.
         """
         raise NotImplementedError
 
 
 class StorageBlock(OwnedBlock):
-    """A storage of torch's, resized to 0 and back, so its address changes.
+    """A storage of torch's that is resized to 0 and back, so its address changes.
 
-    It moves once, with all of its bytes: views, tied weights and the padding of FSDP2's shards
-    stay what they are, because the storage object stays and only its memory goes.
+    All of its bytes move once. Views, tied weights and the padding of FSDP2's shards keep working,
+    because the storage object stays and only its memory is freed.
     """
 
     __slots__ = ("_storage",)
@@ -145,12 +147,14 @@ class StorageBlock(OwnedBlock):
 
 
 def in_order(blocks: Iterable[StorageBlock]) -> list[StorageBlock]:
-    """As they travel: the host enqueues small ones while the link is busy with large ones."""
+    """Sort blocks for transfer, large ones first: the host enqueues small ones while the link is
+    busy."""
     return sorted(blocks, key=lambda block: block.n_bytes < _SMALL_BYTES)
 
 
 def collect(named: Iterable[tuple[str, Tensor]]) -> list[StorageBlock]:
-    """Storages of plain tensors, each once, that torch can give up and that nothing else moves."""
+    """Collect the storages of plain tensors, each once, that torch can free and nothing else
+    moves."""
     found: dict[int, StorageBlock] = {}
     for key, tensor in named:
         storage = tensor.untyped_storage()

@@ -1,14 +1,14 @@
-"""Does more fit into this host's memory, before any of it is taken.
+"""Check whether more fits into this host's memory, before allocating it.
 
-Two bounds: ``MemAvailable`` of ``/proc/meminfo``, and what every memory cgroup (version 2) above
-this process leaves. There the limit is the smaller of ``memory.max`` and ``memory.high``: pinned
-pages cannot be reclaimed, so a process above ``high`` would be slowed down for ever; page cache
-that nothing reads (``inactive_file``) does not count as use.
+Two bounds apply: ``MemAvailable`` of ``/proc/meminfo``, and the rest of every memory cgroup
+(version 2) above this process. A cgroup's limit is the smaller of ``memory.max`` and
+``memory.high``: pinned pages cannot be reclaimed, so the kernel would slow a process above ``high``
+for ever. Page cache that nothing reads (``inactive_file``) does not count as use.
 
-Some virtual machines start with a small ``MemTotal`` that grows while memory is used; their page
-frames are all *present* in ``/proc/zoneinfo`` from the start. A kernel without that file (gVisor)
-says nothing about the machine; there only a cgroup can refuse. Memory that a host would add on
-demand cannot be seen from inside: ``host_memory=`` is for that.
+Some virtual machines start with a small ``MemTotal`` that grows with use; ``/proc/zoneinfo`` lists
+all their page frames as *present* from the start. A kernel without that file (gVisor) reports
+nothing about the machine; only a cgroup bounds memory there. If a host adds memory on demand,
+nothing inside can see it: pass ``host_memory=``.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from ..core.errors import ConfigError, HostMemoryError
 
 PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 _ROOT: Final = Path("/")
-_RESERVED_SHARE: Final = 8  # of what is present, the kernel keeps less than this part for itself
+_RESERVED_SHARE: Final = 8  # the kernel keeps less than this part of the present memory
 
 
 class HostMemory(NamedTuple):
     """One bound on what this host's processes may take together, in bytes."""
 
     source: str
-    free_bytes: int  # what is left of it now
-    total_bytes: int  # what there would be if no process held anything
+    free_bytes: int  # left of the bound now
+    total_bytes: int  # left if no process held anything
 
 
 def size_text(n_bytes: int) -> str:
-    """``n_bytes`` in GiB for people, unless it is little, and exactly."""
+    """Format ``n_bytes`` in GiB, unless it is little, and exactly."""
     exact = f"{n_bytes} bytes"
     return f"{n_bytes / 2**30:.2f} GiB ({exact})" if n_bytes >= 2**30 / 100 else exact
 
 
 def host_memory(root: Path = _ROOT) -> list[HostMemory]:
-    """The bounds that are known; ``root`` holds ``proc`` and ``sys``."""
+    """Find the known bounds; ``root`` contains ``proc`` and ``sys``."""
     found = []
     meminfo = _numbers(root / "proc/meminfo", 1024)
     present = re.findall(r"^\s*present\s+(\d+)$", _read(root / "proc/zoneinfo"), re.MULTILINE)
@@ -63,12 +63,11 @@ def host_memory(root: Path = _ROOT) -> list[HostMemory]:
 
 
 def _cgroups(root: Path) -> Iterator[Path]:
-    """Folders of this process's cgroup (version 2) and of all above it."""
     match = re.search(r"^0::/(.*)$", _read(root / "proc/self/cgroup"), re.MULTILINE)
     top = root / "sys/fs/cgroup"
     folder = top / match[1] if match else top
     if ".." in folder.parts or not folder.exists():
-        folder = top  # a container often sees its own cgroup as if it were the root
+        folder = top  # a container often sees its own cgroup as the root
     yield folder
     while folder != top:
         folder = folder.parent
@@ -76,13 +75,11 @@ def _cgroups(root: Path) -> Iterator[Path]:
 
 
 def _numbers(path: Path, unit: int) -> dict[str, int]:
-    """Values by name of a kernel file with a number per line."""
     lines = re.findall(r"^(\w+):?\s+(\d+)", _read(path), re.MULTILINE)
     return {name: unit * int(value) for name, value in lines}
 
 
 def _read(path: Path) -> str:
-    """Text of a kernel file; empty where it is missing or forbidden."""
     try:
         return path.read_text()
     except OSError:
@@ -98,22 +95,22 @@ def check_host_memory(
     local_ranks: int,
     root: Path = _ROOT,
 ) -> None:
-    """Refuse host memory that does not fit, before any of it is allocated.
+    """Refuse host memory that does not fit, before allocating it.
 
-    All ranks of a host are assumed to hold and need what this one holds and needs. They do not
-    check at the same time, and some have taken theirs: so this rank's share has to fit into what
-    is free, and the shares of all of them into the whole.
+    Assumes that all ranks of a host hold and need the same as this one. They do not check at the
+    same time, and some have already taken theirs. So this rank's share has to fit into free memory,
+    and all shares together into the total.
 
     Args:
-        required_bytes: that this rank is going to take.
-        holder: who takes them.
-        held: what this rank has taken already, by holder.
-        bound_bytes: that all ranks may use together; ``None`` asks the host.
+        required_bytes: bytes that this rank will take.
+        holder: name of the object that takes them.
+        held: bytes that this rank has already taken, by holder.
+        bound_bytes: bytes that all ranks may use together; ``None`` asks the host.
         local_ranks: ranks on this host, this one included.
-        root: holds ``proc`` and ``sys``.
+        root: contains ``proc`` and ``sys``.
 
     Raises:
-        HostMemoryError: it does not fit; the message has all the numbers, and who holds what.
+        HostMemoryError: it does not fit; the message has all figures by holder.
     """
     if not required_bytes:
         return
@@ -141,15 +138,13 @@ def check_host_memory(
     raise HostMemoryError(
         what,
         reason=reason,
-        remedy='take less (offload_fraction= of an optimizer, "keep" or "drop" of a '
-        "PhaseOffloader, the size of an ActivationOffload or of a PagedStash), close() what is not "
-        "needed, run fewer ranks per host, raise the container's memory limit, or, if the host has "
-        "more than it shows, say how much all its ranks may use with a larger host_memory=",
+        remedy="offload less, close() another holder, run fewer ranks per host, or "
+        "raise host_memory= or the container's memory limit",
     )
 
 
 def cores_per_rank() -> int:
-    """This rank's share of the cores that the process may use, 1 at least.
+    """Return this rank's share of the process's cores, at least 1.
 
     Raises:
         ConfigError: see :func:`local_ranks`.
@@ -158,7 +153,7 @@ def cores_per_rank() -> int:
 
 
 def local_ranks() -> int:
-    """Ranks on this host, from ``LOCAL_WORLD_SIZE`` as torchrun sets it; 1 without it.
+    """Return the number of ranks on this host, from torchrun's ``LOCAL_WORLD_SIZE``; 1 without it.
 
     Raises:
         ConfigError: the variable is not a positive integer.

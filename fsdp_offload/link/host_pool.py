@@ -1,9 +1,9 @@
-"""Host memory by holder: one ledger of the process, one check, one bound.
+"""Host memory by holder, with one ledger, one check and one bound per process.
 
-What takes host memory has a :class:`HostPool`. The open pools of a process are its ledger: it says
-who holds how much, and whatever is taken is checked against the sum. ``host_memory=`` bounds that
-sum, times the ranks of the host, from the first pool that was given it to the last one. So it does
-not matter which of them it was given to, and two values cannot both hold.
+Each holder of host memory has a :class:`HostPool`. The open pools of a process are its ledger: it
+lists holders and bytes, and checks every request against the sum. ``host_memory=`` bounds that sum,
+times the ranks of the host, while any pool with that option is open. So any holder may pass it, and
+two values conflict.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from collections import Counter
 from ..core.backend import Backend
 from ..core.config import TransferConfig, sized
 from ..core.errors import ConfigError, HostMemoryError
-from ..core.interrupts import held_back
+from ..core.interrupts import defer_sigint
 from .budget import check_host_memory, local_ranks
 from .host_memory import HostRange
 
-# The ledger, by id: a finalizer may close a pool at any line, while a WeakSet is iterated, too.
+# The ledger, by id, because a finalizer may close a pool at any line, even inside an iteration.
 _open: weakref.WeakValueDictionary[int, HostPool] = weakref.WeakValueDictionary()
-# Around the ledger; reentrant, because finalizers close pools. Always inside held_back(): Ctrl-C
-# at the end of a with statement would leave it taken.
+# Guards the ledger; reentrant, because finalizers close pools. Always taken inside defer_sigint():
+# Ctrl-C at the end of a with statement would leave it locked.
 _lock = threading.RLock()
 
 
 def _forget_in_child() -> None:
-    """A forked child does not get the memory, and another thread may have had the lock."""
+    """Reset the ledger in a forked child, which lacks the memory and may have inherited a taken
+    lock."""
     global _lock
     _lock = threading.RLock()
     _open.clear()
@@ -45,31 +46,31 @@ def _pools() -> list[HostPool]:
 
 
 def held_bytes() -> dict[str, int]:
-    """Host memory that this process holds, by holder, the largest first."""
+    """Return this process's host memory by holder, the largest first."""
     found = Counter[str]()
-    with held_back(), _lock:
+    with defer_sigint(), _lock:
         for pool in _pools():
             found[pool.holder] += pool.n_bytes
     return dict((+found).most_common())
 
 
 class HostPool:
-    """Page-locked memory that one holder takes for the transfers of one device.
+    """Page-locked memory of one holder, for transfers of one device.
 
-    Memory goes back with :meth:`give`, with :meth:`close`, or with the pool.
+    :meth:`give`, :meth:`close` and the end of the pool free memory.
 
     Args:
-        holder: in the user's words, for errors and statistics.
-        backend: of the device.
-        transfer: how to obtain memory (``pin``), and the bound (``host_memory``).
+        holder: name for errors and statistics.
+        backend: the device's.
+        transfer: how to allocate memory (``pin``), and the bound (``host_memory``).
 
     Raises:
-        ConfigError: an open pool was given another ``host_memory``.
+        ConfigError: an open pool has another ``host_memory``.
     """
 
     def __init__(self, holder: str, backend: Backend, transfer: TransferConfig) -> None:
         self.holder = holder
-        self.n_bytes = 0  # taken, or being taken
+        self.n_bytes = 0  # includes requests in progress
         self._backend, self._transfer = backend, transfer
         self._bound_bytes = sized(transfer.host_memory)
         self._ranges: list[HostRange] = []
@@ -77,21 +78,21 @@ class HostPool:
 
     @property
     def pinned_bytes(self) -> int:
-        """What is page-locked of :attr:`n_bytes`."""
+        """Page-locked part of :attr:`n_bytes`."""
         return sum(each.n_bytes for each in self._ranges if each.pinned)
 
     @property
     def seconds(self) -> float:
-        """That it took to have every page in place, and to page-lock it."""
+        """Seconds that allocating and page-locking took."""
         return sum(each.seconds for each in self._ranges)
 
     def take(self, n_bytes: int) -> HostRange:
-        """Zeroed memory of this size, which may be 0.
+        """Take zeroed memory of this size, which may be 0.
 
         Raises:
             HostMemoryError: ``host_memory``, or the host, has no room for it; nothing was taken.
-            PinningError: the driver refused; it was given back.
-            ConfigError: see :class:`HostPool`; of a pool that was closed.
+            PinningError: the driver refused; the memory was freed.
+            ConfigError: as of :class:`HostPool`, after the pool was closed.
         """
         try:
             self._insist(n_bytes)
@@ -110,36 +111,35 @@ class HostPool:
         return taken
 
     def give(self, taken: HostRange) -> None:
-        """Unregister a range; the last tensor over it unmaps it. All transfers have ended."""
+        """Free a range after all transfers; the last tensor over it unmaps it."""
         if taken in self._ranges:
             self._ranges.remove(taken)
             self.n_bytes -= taken.n_bytes
             taken.close()
 
     def close(self) -> None:
-        """Give everything back, and the bound up. Idempotent; the pool may be used again."""
+        """Free everything and drop the bound. Idempotent; the pool may be used again."""
         for taken in list(self._ranges):
             self.give(taken)
-        with held_back(), _lock:
+        with defer_sigint(), _lock:
             _open.pop(id(self), None)
 
     def _insist(self, n_bytes: int) -> None:
-        """Reserve; before that fails, let go of pools that reference cycles alone keep."""
+        """Reserve bytes; before that fails, collect pools that only reference cycles keep alive."""
         with contextlib.suppress(ConfigError, HostMemoryError):
             return self._reserve(n_bytes)
         gc.collect()
         return self._reserve(n_bytes)
 
     def _reserve(self, n_bytes: int) -> None:
-        """Be in the ledger, with so many bytes more, if they fit."""
-        with held_back(), _lock:
+        with defer_sigint(), _lock:
             known = next((pool for pool in _pools() if pool._bound_bytes is not None), self)
             if self._bound_bytes not in (None, known._bound_bytes):
                 raise ConfigError(
                     f"host_memory={self._transfer.host_memory!r} of {self.holder}",
                     reason=f"{known.holder} has {known._transfer.host_memory!r}, and one value "
-                    "bounds everything in this process, and all ranks of the host",
-                    remedy="give both the same, leave it out here, or close the other one",
+                    "bounds all holders and ranks of this host",
+                    remedy="pass the same value to both, leave it out here, or close the other one",
                 )
             check_host_memory(
                 n_bytes,
@@ -153,15 +153,15 @@ class HostPool:
 
 
 class Intervals:
-    """Which bytes of ``n_bytes`` are taken, first fit; all are free at first. Pure."""
+    """Allocates intervals of ``n_bytes`` by first fit; all are free at first. Pure."""
 
     def __init__(self, n_bytes: int) -> None:
         self.n_bytes = n_bytes
         self.used_bytes = self.most_used_bytes = 0
-        self._taken: list[tuple[int, int]] = []  # starts and ends, in order
+        self._taken: list[tuple[int, int]] = []  # starts and ends, sorted
 
     def take(self, n_bytes: int) -> int | None:
-        """The start of an interval; None: no gap is as large."""
+        """Take an interval; returns its start, or None if no gap is large enough."""
         start = 0
         for index, (begin, end) in enumerate([*self._taken, (self.n_bytes, 0)]):
             if begin - start >= n_bytes:
@@ -173,7 +173,7 @@ class Intervals:
         return None
 
     def give(self, start: int) -> None:
-        """Free the interval that begins there."""
+        """Free the interval that begins at ``start``."""
         begin, end = self._taken.pop(bisect.bisect_left(self._taken, (start, 0)))
         assert begin == start, (begin, start)
         self.used_bytes -= end - begin

@@ -1,14 +1,14 @@
-"""Copies between host memory and one device: the only place that makes them.
+"""All copies between host memory and one device.
 
-Each client has a link with two streams, one per direction, so that both directions are busy at
-once and no client waits behind what another one has enqueued. A link orders its own copies; who
-produces or reads the bytes gives and takes events::
+Each client has a link with two streams, one per direction, so that both directions are busy at once
+and no client waits behind another client's copies. A link orders its own copies; producers and
+readers of the bytes exchange events with it::
 
     producer --updated--> store --stored--> who reads the host, or uses the device memory again
     host memory --------> fetch --arrived--> who reads the device
 
-Nothing of it blocks the host but :meth:`Link.synchronize` and :meth:`Link.finish_stores`. Threads
-wait for what they write to files and read from them: :func:`on_host`, :func:`fill`.
+Only :meth:`Link.synchronize` and :meth:`Link.finish_stores` block the host. Threads that write or
+read files wait for their copies: :func:`on_host`, :func:`fill`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class Link:
 
     Args:
         backend: of the device.
-        client: for traces and the simulator; its streams are ``client:in`` and ``client:out``.
-        turn_bytes: fetches are cut into so many bytes, so that copies of others to the device get
-            through; None: this client has the link for itself, and whole spans are faster.
+        client: name in traces and in the simulator; its streams are ``client:in`` and
+            ``client:out``.
+        turn_bytes: size of a turn of a fetch, between which other copies to the device get through;
+            None: this client uses the link alone, and whole spans are faster.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Link:
         """Copy blocks to their device memory, after these events; returns ``arrived``.
 
         Raises:
-            AssertionError: the device has what the host does not, or has it already.
+            AssertionError: the device's bytes are newer than the host's, or equal.
         """
         with span("fetch"):
             for event in after:
@@ -74,7 +75,7 @@ class Link:
         """Copy blocks to their host memory, after these events and ``updated``; returns ``stored``.
 
         Raises:
-            AssertionError: the host has the bytes already.
+            AssertionError: the host already has the bytes.
         """
         with span("store"):
             for event in (*after, *dict.fromkeys(block.updated for block in blocks)):
@@ -95,16 +96,17 @@ class Link:
 
     @functools.cached_property
     def update(self) -> Stream:
-        """Where kernels change what has arrived, beside both directions; made when asked for."""
+        """Stream for kernels that update fetched bytes, beside both directions; created on first
+        use."""
         return self._backend.stream("update")
 
     def keep_order(self) -> None:
-        """Later fetches come after all so far: they may have the same device memory."""
+        """Order later fetches after all earlier ones, because they may share device memory."""
         if self._shared_in is not None:
             self._shared_in.keep_order()
 
     def follow(self, *events: Event, fetches: bool = True, stores: bool = True) -> None:
-        """Copy, in these directions, only after ``events``."""
+        """Make later copies in these directions wait for ``events``."""
         for event in events:
             if fetches:
                 self._in.wait(event)
@@ -112,11 +114,11 @@ class Link:
                 self._out.wait(event)
 
     def time_stores(self) -> TimedEvent:
-        """The end of all stores so far, with the time."""
+        """Return an event after all stores so far, with the time."""
         return self._out.record_timed()
 
     def time_fetches(self) -> TimedEvent:
-        """The end of all fetches so far, with the time."""
+        """Return an event after all fetches so far, with the time."""
         return self._in.record_timed()
 
     def finish_stores(self) -> None:
@@ -146,7 +148,7 @@ def allocate(backend: Backend, n_bytes: int, what: str, remedy: str) -> Tensor:
 
 
 def scratch(n_bytes: int) -> Tensor:
-    """This thread's own buffer, 1-D uint8 of ``n_bytes``; the next call reuses it."""
+    """Return this thread's buffer, 1-D uint8 of ``n_bytes``, which the next call reuses."""
     own = getattr(buffers, "own", None)
     if own is None or own.numel() < n_bytes:
         own = buffers.own = torch.empty(n_bytes, dtype=torch.uint8)
@@ -154,12 +156,12 @@ def scratch(n_bytes: int) -> Tensor:
 
 
 def on_host(block: Tensor) -> Tensor:
-    """``block`` (1-D uint8), or its copy in this thread's scratch if it is on a device."""
+    """Return ``block`` (1-D uint8), or its copy in this thread's scratch if it is on a device."""
     return block if block.device.type == "cpu" else scratch(block.numel()).copy_(block)
 
 
 def fill(target: Tensor, read: Callable[[Tensor], None]) -> None:
-    """Let ``read`` write all of ``target`` (1-D uint8), in scratch first if it is on a device."""
+    """Fill ``target`` (1-D uint8) with ``read``, through scratch if it is on a device."""
     block = target if target.device.type == "cpu" else scratch(target.numel())
     read(block)
     if block is not target:

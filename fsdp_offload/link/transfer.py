@@ -1,12 +1,12 @@
-"""Copies of device memory to host memory and back, with the memory given up in between.
+"""Offload device memory to the host and bring it back.
 
-``out`` enqueues every copy before the first byte is given up: until then an exception leaves
-everything on the device, and giving up fails no more. ``back`` gives up what it has taken if it
-runs out of memory half-way: the host has all bytes still.
+``out`` enqueues every copy before it frees the first byte: until then an exception leaves
+everything on the device, and freeing cannot fail. If ``back`` runs out of memory, it frees what it
+has taken: the host still has all bytes.
 
-Each transfer has a link, so that two of them (a swap) use both directions at once.
-Device memory goes when its own copy has completed, which is the host's work: each call of a
-:class:`Handle` does what is due. More is in docs/internals/link.md.
+Each transfer has a link, so that two of them (a swap) use both directions at once. The host frees
+device memory after its copy: each call of a :class:`Handle` does what is due.
+docs/internals/link.md has more.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from ..core.backend import Backend, Event, TimedEvent, stream_to_wait
 from ..core.config import TransferConfig, align
 from ..core.devices import free_bytes, release_cached
 from ..core.errors import DeviceMemoryError
-from ..core.interrupts import held_back
+from ..core.interrupts import defer_sigint
 from .block import OwnedBlock, StorageBlock
 from .host_memory import HostRange
 from .host_pool import HostPool
 from .link import Link
 
 BATCH_BYTES: Final = 128 << 20
-"""Of blocks that are enqueued, and given up, with one event: copies without an event in between
-follow each other closely."""
+"""Size of a batch of blocks with one event: copies without an event in between follow each other
+closely."""
 SEGMENT_BYTES: Final = 512 << 20
 AHEAD_BYTES: Final = 256 << 20
-"""Of memory that is taken before the copy into the first of it is enqueued. Mapping memory waits
-for the copy that runs; with others behind that one, the link does not."""
-_ALIGNMENT_BYTES: Final = 64  # of a block in host memory
+"""Bytes that are allocated before the copy into the first of them is enqueued. Mapping memory waits
+for the running copy; if others are queued behind that one, the link does not idle."""
+_ALIGNMENT_BYTES: Final = 64  # alignment of a block in host memory
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What one kind of memory took in one direction."""
+    """Bytes and time of one kind of memory in one direction."""
 
     n_bytes: int = 0
     seconds: float = 0.0  # from the first copy's start to the last one's end, on the device
 
     @property
     def gb_per_second(self) -> float:
-        """10**9 bytes per second; 0 where nothing was copied."""
+        """10**9 bytes per second; 0 if nothing was copied."""
         return self.n_bytes / self.seconds / 1e9 if self.seconds else 0.0
 
 
@@ -68,7 +68,7 @@ class _Copies(NamedTuple):
 
 
 class Handle:
-    """A transfer under way. Any thread may use it."""
+    """A transfer in progress. Any thread may use it."""
 
     def __init__(
         self,
@@ -81,23 +81,22 @@ class Handle:
     ) -> None:
         self._by_kind = dict(copies or {})
         self.n_bytes = sum(each.n_bytes for each in self._by_kind.values())  # copied
-        self.seconds = 0.0  # from the call to the end of wait(), as the host saw it
-        self.freed_bytes = 0  # device memory that the driver had more at the end
-        self._releases = deque(releases)  # in order of the copies; released as these complete
+        self.seconds = 0.0  # from the call to the end of wait(), on the host
+        self.freed_bytes = 0  # device memory that the driver gained
+        self._releases = deque(releases)  # in the order of the copies, released as these complete
         self._used = used  # host memory of the copies, kept until they have completed
         self._began, self._emptied = began, emptied
         self._free_before = None if emptied is None else free_bytes(emptied)
         self._is_over, self._lock = not self._by_kind and not self._releases, threading.RLock()
 
     def is_done(self) -> bool:
-        """Whether everything was copied. Does not block; memory whose copy is complete is given up,
-        to torch's allocator (:meth:`wait` gives it to the driver, for which CUDA waits for all
-        work).
+        """Whether everything was copied. Does not block. Frees memory whose copy is complete to
+        torch's allocator (:meth:`wait` frees it to the driver, for which CUDA waits for all work).
         """
         if not self._lock.acquire(blocking=False):
-            return False  # another thread waits for it
+            return False  # another thread is waiting
         try:
-            with held_back():
+            with defer_sigint():
                 while self._releases and self._releases[0][0].query():
                     self._release()
                 return not self._releases and all(
@@ -107,9 +106,8 @@ class Handle:
             self._lock.release()
 
     def wait(self) -> None:
-        """Block until everything was copied, and memory that was given up is the driver's again.
-        Idempotent."""
-        with self._lock, held_back():
+        """Block until everything was copied, and freed memory is back at the driver. Idempotent."""
+        with self._lock, defer_sigint():
             if self._is_over:
                 return
             while self.release_next():
@@ -123,7 +121,7 @@ class Handle:
             self.seconds = time.perf_counter() - self._began
 
     def release_next(self) -> bool:
-        """Wait for the next memory to be given up, and do that; False: there is none left."""
+        """Wait for the next batch and free its memory; False if none is left."""
         with self._lock:
             if not self._releases:
                 return False
@@ -138,12 +136,12 @@ class Handle:
         self._releases.popleft()
 
     def arrival(self, *kinds: str) -> Event | None:
-        """The end of the copies of ``kinds``, or of all; None: there are none."""
+        """Return an event after the copies of ``kinds``, or of all; None without copies."""
         found = [each.last for kind, each in self._by_kind.items() if not kinds or kind in kinds]
-        return found[-1] if found else None  # one stream: the last is behind the others
+        return found[-1] if found else None  # one stream: the last one ends last
 
     def figures(self) -> dict[str, Figures]:
-        """By kind, of those that were copied; empty before :meth:`wait` has returned."""
+        """Return figures by copied kind; empty before :meth:`wait` has returned."""
         return {
             kind: Figures(each.n_bytes, each.first.elapsed_time(each.last) / 1e3)
             for kind, each in self._by_kind.items()
@@ -155,11 +153,10 @@ class Transfer:
     """Moves blocks of one device out and back. Calls come from one thread at a time.
 
     Args:
-        backend: where streams and device memory come from.
-        config: how to obtain host memory (``pin``, ``host_memory``).
-        holder: of the host memory, for errors and statistics.
-        empties_cache: whether the end of :meth:`out` lets torch's allocator give what it has cached
-            to the driver.
+        backend: gives streams and device memory.
+        config: how to allocate host memory (``pin``, ``host_memory``).
+        holder: name for errors and statistics.
+        empties_cache: whether :meth:`out` ends by releasing torch's cached memory to the driver.
     """
 
     def __init__(
@@ -171,42 +168,42 @@ class Transfer:
         empties_cache: bool = False,
     ) -> None:
         self.pool = HostPool(holder, backend, config or TransferConfig())
-        # Of each block, by key: host memory, where it begins there, and its capacity.
+        # By block key: host memory, first byte in it, and capacity.
         self._buffers: dict[str, tuple[HostRange, int, int]] = {}
         self.handle = Handle()  # of the last transfer
-        self.last_out, self.last_back = Handle(), Handle()  # of the last ones that copied
+        self.last_out, self.last_back = Handle(), Handle()  # the last ones that copied
         self._backend = backend
         self._emptied = backend.device if empties_cache else None
         self.link = Link(backend, "phase", turn_bytes=None)
-        self._away: dict[str, Sequence[OwnedBlock]] = {}  # by kind, in the order of the way back
+        self._away: dict[str, Sequence[OwnedBlock]] = {}  # by kind, in the order of the reload
         self._dropped: Sequence[OwnedBlock] = ()
-        # Of storages that are away, by identity: host buffer, first byte there, bytes.
+        # Offloaded storages by identity: host buffer, first byte in it, bytes.
         self._places: dict[int, tuple[str, int, int]] = {}
-        # Copies that the caller has not waited for still use host buffers.
+        # Copies without a wait so far may still use host buffers.
         weakref.finalize(self, _synchronize, self.link, os.getpid()).atexit = False
 
     @property
     def is_away(self) -> bool:
-        """From :meth:`out` to :meth:`back`."""
+        """Whether blocks are offloaded: from :meth:`out` to :meth:`back`."""
         return bool(self._away or self._dropped)
 
     @property
     def away_bytes(self) -> int:
-        """What is in host memory only, or is under way there."""
+        """Bytes that are only in host memory, or moving there."""
         return sum(block.n_bytes for blocks in self._away.values() for block in blocks)
 
     def reserve(self, blocks: Sequence[OwnedBlock]) -> None:
-        """Have host memory for each block; what is new lies side by side, in order.
+        """Reserve host memory for each block; new blocks are contiguous, in order.
 
-        A key may stand for another size at each offload: FSDP2 reduces the gradients of a group in
-        one buffer, whose size depends on which parameters took part. A buffer serves whatever
-        fits. One that is outgrown is replaced.
+        A key may have another size at each offload: FSDP2 reduces the gradients of a group in one
+        buffer, whose size depends on the parameters that took part. A buffer serves any block that
+        fits. A block that outgrows its buffer gets a new one.
 
         Args:
-            blocks: with different keys.
+            blocks: blocks with different keys.
 
         Raises:
-            HostMemoryError, PinningError: see :meth:`.HostPool.take`; all is as before.
+            HostMemoryError, PinningError: as of :meth:`.HostPool.take`; nothing has changed.
         """
         known = self._buffers
         missing = [b for b in blocks if b.key not in known or b.n_bytes > known[b.key][2]]
@@ -218,12 +215,12 @@ class Transfer:
         for block, size in zip(missing, sizes, strict=True):
             known[block.key] = memory, start, size
             start += size
-        # A tensor over memory that is given back keeps it mapped.
+        # A tensor over freed memory keeps it mapped.
         for unused in before - {buffer[0] for buffer in known.values()}:
             self.pool.give(unused)
 
     def _host(self, key: str, start: int, n_bytes: int) -> Tensor:
-        """1-D uint8 from byte ``start`` of a buffer on, also over buffers that lie behind it."""
+        """Return 1-D uint8 from byte ``start`` of a buffer on, also across following buffers."""
         memory, first, _ = self._buffers[key]
         return memory.tensor(first + start, n_bytes, torch.uint8)
 
@@ -232,17 +229,17 @@ class Transfer:
         found: Iterable[tuple[str, Sequence[OwnedBlock]]],
         dropped: Sequence[OwnedBlock] = (),
     ) -> Handle:
-        """Copy blocks to their host buffers and give up their device memory.
+        """Copy blocks to their host buffers and free their device memory.
 
-        Until :meth:`Handle.wait` the caller does not write to them, and before it has waited for
-        work on them by streams other than its current one. If this raises, nothing was given up.
+        The caller has waited for work on them by streams other than its current one, and does not
+        write to them until :meth:`Handle.wait`. If this raises, nothing was freed.
 
         Args:
-            found: kinds with their blocks; copies of one run while the next is looked up.
-            dropped: given up without a copy, behind the caller's current stream.
+            found: kinds with their blocks; copies of one kind run while the next is collected.
+            dropped: blocks to free without a copy, after the caller's current stream.
 
         Raises:
-            HostMemoryError, PinningError: there is no host memory.
+            HostMemoryError, PinningError: host memory is short.
         """
         self.handle.wait()
         assert not self.is_away, list(self._away)
@@ -251,7 +248,7 @@ class Transfer:
         releases: list[tuple[Event, Sequence[OwnedBlock]]] = []
         away: dict[str, Sequence[OwnedBlock]] = {}
         try:
-            # Whatever memory is read below was last written before now.
+            # All memory that is read below was last written before now.
             self.link.follow(self._now(), fetches=False)
             for kind, blocks in found:
                 away[kind] = blocks
@@ -264,7 +261,7 @@ class Transfer:
                     releases.append((stored, batch))
                 copies[kind] = _Copies(_bytes_of(blocks), first, self.link.time_stores())
         except BaseException:
-            self.link.finish_stores()  # what the copies read, and write, may go from here on
+            self.link.finish_stores()  # memory of the copies may be freed from here on
             raise
         if dropped:
             releases.append((self._now(), dropped))
@@ -281,17 +278,16 @@ class Transfer:
         return self.handle
 
     def back(self, free_more: Callable[[], bool] | None = None) -> Handle:
-        """Bring everything back. Host buffers stay reserved.
+        """Copy everything back to the device. Host buffers stay reserved.
 
-        The caller's current stream waits for nothing: see :meth:`Handle.arrival`. If this raises,
-        everything is away as before.
+        The caller's current stream does not wait: see :meth:`Handle.arrival`. If this raises,
+        everything is still offloaded.
 
         Args:
-            free_more: called where device memory is short, until it returns False: whether it gave
-                some back.
+            free_more: called while device memory is short; returns whether it freed some.
 
         Raises:
-            DeviceMemoryError: there is no device memory.
+            DeviceMemoryError: device memory is short.
         """
         self.handle.wait()
         began = time.perf_counter()
@@ -305,7 +301,7 @@ class Transfer:
             taken.append(block)
 
         try:
-            # Memory that is taken below was freed before now, in order of the caller's stream.
+            # Memory that is allocated below was freed before now, in order of the caller's stream.
             self.link.follow(self._now(), stores=False)
             for kind, blocks in self._away.items():
                 if not blocks:
@@ -326,7 +322,7 @@ class Transfer:
                 raise
             raise DeviceMemoryError(
                 f"reload of {self.away_bytes + _bytes_of(self._dropped)} bytes",
-                reason=f"the device has not enough ({error}); nothing is lost",
+                reason=f"the device has too little free memory ({error}); nothing is lost",
                 remedy="free device memory, in other processes too, then call it again",
             ) from error
         used = list(self._away.values())
@@ -336,21 +332,20 @@ class Transfer:
         return self.handle
 
     def _now(self) -> Event:
-        """Everything that the caller's stream was given so far."""
         return stream_to_wait(self._backend, "an offload or a reload").record()
 
     def _take_segment(self, n_bytes: int) -> None:
-        """Let torch's allocator cut the next storages from one segment. It gives segments back one
-        by one, while nothing is copied, so the next offload is quicker if they are few."""
+        """Make torch's allocator cut the next storages from one segment. It frees segments one by
+        one, while nothing is copied, so few segments make the next offload faster."""
         if n_bytes and storages.may_cut(self._backend.device):
-            with contextlib.suppress(torch.OutOfMemoryError):  # then each storage has its own
+            with contextlib.suppress(torch.OutOfMemoryError):  # then each storage gets its own
                 self._backend.allocate(n_bytes)
 
     def _copy(self, batch: Sequence[OwnedBlock], copy: Callable[..., Event]) -> Event:
-        """Enqueue the copies of a batch; returns their end.
+        """Enqueue the copies of a batch; returns an event after them.
 
-        Device memory is the owner's of a storage, who may drop it: the stream that it belongs to
-        waits for the copies before anything else is written there.
+        The owner of a storage may drop it, so the stream that it belongs to waits for the copies
+        before the memory is used again.
         """
         for block in batch:
             block.host, block.device = [self._host(block.key, 0, block.n_bytes)], [block.view()]
@@ -360,7 +355,7 @@ class Transfer:
         return ended
 
     def last(self, *, wait: bool) -> Handle:
-        """The handle of the last transfer; ``wait``: which has ended."""
+        """Return the handle of the last transfer; ``wait``: after it has ended."""
         if wait:
             self.handle.wait()
         return self.handle
@@ -389,7 +384,7 @@ class Transfer:
         self.handle.wait()
 
     def close(self) -> None:
-        """Give host memory back; what is away is lost. Idempotent."""
+        """Free host memory, with all offloaded contents. Idempotent."""
         self.handle.wait()
         self._away, self._dropped, self._places = {}, (), {}
         self._buffers.clear()
@@ -397,7 +392,8 @@ class Transfer:
 
 
 def _synchronize(link: Link, pid: int) -> None:
-    """Never raises: it runs when a :class:`Transfer` is collected, in a forked process too."""
+    """Wait for copies. Never raises, because it runs when a :class:`Transfer` is collected, even in
+    a fork."""
     with contextlib.suppress(Exception):
         if pid == os.getpid():
             link.synchronize()
@@ -408,7 +404,7 @@ def _bytes_of(blocks: Iterable[OwnedBlock]) -> int:
 
 
 def batches(blocks: Iterable[OwnedBlock], most_bytes: int) -> Iterator[list[OwnedBlock]]:
-    """Consecutive blocks of at most ``most_bytes``, or one that is larger."""
+    """Group consecutive blocks of at most ``most_bytes``, or one that is larger."""
     batch: list[OwnedBlock] = []
     n_bytes = 0
     for block in blocks:
@@ -422,7 +418,7 @@ def batches(blocks: Iterable[OwnedBlock], most_bytes: int) -> Iterator[list[Owne
 
 
 def _segments(blocks: Iterable[OwnedBlock]) -> dict[str, int]:
-    """Bytes of each segment to be shared, by the key of the block that is restored first there."""
+    """Return the bytes of each shared segment, by the key of the first block restored in it."""
     large = (
         block
         for block in blocks
@@ -435,7 +431,6 @@ def _segments(blocks: Iterable[OwnedBlock]) -> dict[str, int]:
 
 
 def _restore(block: OwnedBlock, free_more: Callable[[], bool] | None) -> None:
-    """See :meth:`Transfer.back`."""
     while True:
         try:
             return block.restore()
@@ -447,7 +442,6 @@ def _restore(block: OwnedBlock, free_more: Callable[[], bool] | None) -> None:
 def _restored(
     blocks: Iterable[OwnedBlock], restore: Callable[[OwnedBlock], None]
 ) -> Iterator[list[OwnedBlock]]:
-    """Batches that have memory, which is taken ``AHEAD_BYTES`` ahead."""
     waiting: deque[list[OwnedBlock]] = deque()
     ahead_bytes = 0
     for batch in batches(blocks, BATCH_BYTES):

@@ -1,8 +1,7 @@
-"""Device memory that the optimizer takes while there is some to spare, and gives back.
+"""Take spare device memory for state, and give it back when memory is short.
 
-After a few steps the job has been through its peak once, if all its iterations are alike.
-:class:`.residency.MemoryWatch` says when memory is looked at, and how much there may be: here are
-the figures that it needs. No rank asks another: what stays does not change bits.
+:class:`.residency.MemoryWatch` decides when to look and how much to take; this module supplies its
+figures. Ranks decide on their own, because bits do not depend on which buckets stay.
 """
 
 from __future__ import annotations
@@ -21,17 +20,18 @@ _log = logging.getLogger("fsdp_offload")
 
 
 class DeviceMemory:
-    """What one optimizer takes."""
+    """Adapts the device memory of one optimizer."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._watch = MemoryWatch()
         self._figures: AllocatorFigures | None = None
         self.last_change = ""
-        """When, why and for what memory was taken or given back."""
+        """When and why memory was last taken or given back."""
 
     def look(self, step: int, ring: Ring) -> None:
-        """After the step of that number, from 1 on: take more for ``ring``, or give back."""
+        """Take more memory for ``ring``, or give some back, after step number ``step`` (from 1
+        on)."""
         figures = self._backend.allocator()
         is_same = figures == self._figures and not self._watch.is_due(step)
         if figures is None or is_same:
@@ -48,23 +48,27 @@ class DeviceMemory:
             self._watch.changed(step, figures)
 
     def _fit(self, step: int, ring: Ring, allowed: int, why: str, unused_bytes: int) -> bool:
-        """Whether it made the allocator's figures others."""
+        """Fit the ring into ``allowed`` bytes; returns whether the allocator's figures may have
+        changed."""
         before, slots = ring.staying.keys(), len(ring.slots)
         try:
             ring.fit(allowed, step)
-        except torch.OutOfMemoryError:  # others were faster; torch's cache alone has changed
+        except (
+            torch.OutOfMemoryError
+        ):  # other processes were faster; only torch's cache has changed
             return True
         now = ring.staying.keys()
         if now != before:
             self.last_change = (
-                f"after step {step}, {allowed // MIB} MiB ({why}): {len(now)} of "
-                f"{len(ring.sizes)} buckets stay, {len(before - now)} left"
+                f"after step {step} to {allowed // MIB} MiB ({why}): {len(now)} of "
+                f"{len(ring.sizes)} buckets stay, {len(before - now)} evicted"
             )
             travels = len(now) < len(ring.sizes)
             if travels and unused_bytes >= GIB and not has_expandable_segments():
                 self.last_change += (
-                    f"; torch's allocator has {unused_bytes // MIB} MiB that were never in use,"
-                    " of which PYTORCH_ALLOC_CONF=expandable_segments:True could leave some"
+                    f"; torch's allocator reserves {unused_bytes // MIB} MiB without "
+                    "using them, and PYTORCH_ALLOC_CONF=expandable_segments:True would "
+                    "reserve less"
                 )
-            _log.info("device memory: %s", self.last_change)
+            _log.info("device memory changed %s", self.last_change)
         return len(ring.slots) != slots or now != before

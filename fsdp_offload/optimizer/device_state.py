@@ -1,12 +1,12 @@
-"""State of a ``HybridDeviceOptimizer`` that lies on the device: listed, and replaced while away.
+"""State of a ``HybridDeviceOptimizer`` on the device: listed, and replaced while offloaded.
 
-What holds a state tensor on the device (a parameter, a slice, the class's own dict) holds its host
-copy instead while it is away. So whatever reads state (``state``, state dicts, checkpoints) goes to
-host memory without knowing. Views that the lanes cut at construction stay: the storage object is
-the same, and nothing looks at them between steps.
+Each holder of a state tensor on the device (a parameter, a slice, the class's own dict) holds the
+host copy instead while it is offloaded. So all readers of state (``state``, state dicts,
+checkpoints) read host memory without knowing. Views cut at construction stay: the storage object is
+the same, and nothing reads them between steps.
 
-Offloaded are state without a host copy, what classes keep by themselves, and step counts that a
-kernel wants on the device.
+This covers state without a host copy, state that classes keep themselves, and step counts that a
+kernel reads on the device.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Held(NamedTuple):
 
 
 def held_by(params: Sequence[ParamState], shown: Shown) -> Iterator[Held]:
-    """All state tensors that can lie on the device."""
+    """Yield all state tensors that can lie on the device."""
     for param in params:
         key = f"{param.index}"
         if param.lane == "resident":
@@ -49,16 +49,18 @@ def held_by(params: Sequence[ParamState], shown: Shown) -> Iterator[Held]:
                     yield Held(f"{key}.{kind.name}.{index}", sliced.state, kind.name)
     managed = {param.parameter for param in params}
     others = [state for parameter, state in shown.items() if parameter not in managed]
-    for index, state in enumerate(others):  # kept by the class itself, or of frozen parameters
+    for index, state in enumerate(
+        others
+    ):  # kept by the class itself, or belonging to frozen parameters
         for name, value in state.items():
             if isinstance(value, Tensor):
                 yield Held(f"own.{index}.{name}", state, name)
 
 
 class DeviceState:
-    """State of one optimizer that lies on the device; an :class:`.Offloadable`.
+    """State of one optimizer on the device; an :class:`.Offloadable`.
 
-    ``finish`` ends all work, so that memory says what the state is; ``turn``: see
+    ``finish`` completes all work, so that memory is up to date; ``turn``: as of
     :class:`.Offloadable`.
     """
 
@@ -78,24 +80,24 @@ class DeviceState:
 
     @property
     def is_away(self) -> bool:
-        """Whether device memory was given up."""
+        """Whether device memory is offloaded."""
         return self._copies is not None
 
     @property
     def shows_copies(self) -> bool:
-        """Whether some of it is in host memory for now."""
+        """Whether host copies stand in for device state."""
         return bool(self._replaced)
 
     def check(self, what: str) -> None:
-        """Refuse ``what`` while it is away.
+        """Refuse ``what`` while the optimizer is offloaded.
 
         Raises:
-            AwayError: it is.
+            AwayError: it is offloaded.
         """
         if self._copies is not None:
             raise AwayError(
-                f"{what} of an optimizer that is offloaded",
-                reason="its device memory was given up; nothing was touched",
+                f"{what} of an offloaded optimizer",
+                reason="its state has left the device; nothing was changed",
                 remedy="call reload() of its PhaseOffloader first",
             )
 
@@ -110,7 +112,7 @@ class DeviceState:
     def prepare_offload(self) -> None:
         """See :class:`.Offloadable`."""
         self._finish()
-        # What was fetched ahead, and discarded, may be under way.
+        # Discarded prefetches may still be running.
         self._reserved.engine.ring.finish_transfers()
 
     def prepare_reload(self) -> None:
@@ -119,8 +121,8 @@ class DeviceState:
         self._view.adopt_writes(self._reserved.params, is_away=True, again=True)
 
     def device_tensors(self) -> list[tuple[str, Tensor]]:
-        """See :class:`.Offloadable`. Without weights and gradients, which a class may keep in its
-        state and which are not the optimizer's to move."""
+        """As of :class:`.Offloadable`. Omits weights and gradients that a class keeps in its state,
+        which the optimizer must not move."""
         params, shown = self._reserved.params, self._view.shown
         device = self._reserved.backend.device
         foreign: set[int] = set()

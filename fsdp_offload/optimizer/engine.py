@@ -1,4 +1,4 @@
-"""Builds memory and buckets for parameters, and runs an iteration through them."""
+"""Build memory and buckets for parameters, and run iterations through them."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ States = dict[Tensor, dict[str, Any]]
 
 @dataclass(frozen=True)
 class DtypeGroup:
-    """Parameters that share a lane and every dtype, laid out together."""
+    """Parameters with the same lane and dtypes, laid out together."""
 
     params: list[ParamState]
     layout: Layout
 
     @property
     def first(self) -> ParamState:
-        """A representative."""
+        """The first parameter, as a representative."""
         return self.params[0]
 
 
@@ -68,15 +68,15 @@ def make_dtype_groups(params: Sequence[ParamState], config: OffloadConfig) -> li
 
 
 class NativeUpdate:
-    """What is updated as the class does it, on the device, with the state that the class makes:
-    parameters of torch's classes whose state :mod:`..update.schema` does not declare (of a tensor
-    subclass, Adafactor's). A shadow steps the parameters themselves, whole.
+    """Updates parameters like the class itself, whole, on the device, with the state that the class
+    makes: for torch's classes whose state :mod:`..update.schema` does not declare (Adafactor,
+    tensor subclasses). A shadow steps the parameters themselves.
 
     Args:
         optimizer: the wrapped optimizer.
         placed: (parameter, index of its param_group), in order.
-        state: what the optimizer shows as its state; the class reads and writes it itself, so
-            what the caller puts there or deletes counts as it does without wrapping.
+        state: the optimizer's visible state; the class reads and writes it itself, so the caller's
+            changes count as without wrapping.
     """
 
     def __init__(
@@ -103,15 +103,15 @@ class Engine:
 
     Args:
         config: the user's choices.
-        backend: of the device.
-        pool: where host memory comes from.
+        backend: the device's.
+        pool: gives host memory.
     """
 
     def __init__(self, config: OffloadConfig, backend: Backend, pool: HostPool) -> None:
         self.backend, self.config = backend, config
         self._pool = pool
-        self.payload_bytes = 0  # of state in host memory
-        self.weight_bytes = 0  # of device_memory, that weights take
+        self.payload_bytes = 0  # state in host memory
+        self.weight_bytes = 0  # part of device_memory for weights
         self.ring = Ring(backend, config.overlap or "step")
         self.update = self.ring.link.update
         self.host: HostLane | None = None
@@ -120,13 +120,13 @@ class Engine:
         self._arenas: list[HostRange] = []
         self._scratches: list[Scratch] = []
         self._params: list[ParamState] = []
-        self._without_scratch: list[BucketUpdate] = []  # one of each kind, while there is none
-        # Of each gate: whether it has the natives, and its buckets of the ring and of the host.
+        self._without_scratch: list[BucketUpdate] = []  # one of each kind, while they need none
+        # Per gate: whether it has the natives, and its buckets in the ring and on the host.
         self._gates: list[tuple[bool, list[int], list[HostBucket]]] = []
 
     @property
     def lanes(self) -> list[Ring | HostLane]:
-        """Ring and host lane, if there is one."""
+        """The ring, and the host lane if used."""
         return [self.ring] if self.host is None else [self.ring, self.host]
 
     # ------------------------------------------------------------------ building
@@ -140,19 +140,18 @@ class Engine:
         natives: list[tuple[Tensor, int]],
         native_state: States,
     ) -> Iterator[None]:
-        """Inside, there are buckets and zeroed state for ``added``; after an error there or here,
-        everything is as before.
+        """Append buckets and zeroed state for ``added``; an error here or inside undoes it.
 
         Args:
-            optimizer: the wrapped optimizer; it is not kept, so that it can go first.
+            optimizer: the wrapped optimizer; not kept alive.
             params: all parameters, ``added`` among them.
-            added: those that get buckets.
-            natives: see :class:`NativeUpdate`; so for ``native_state``.
+            added: parameters that get buckets.
+            natives: as of :class:`NativeUpdate`, like ``native_state``.
 
         Raises:
             HostMemoryError: the state does not fit; nothing was allocated.
-            PinningError: the driver refused; everything is given back.
-            torch.OutOfMemoryError: of the device.
+            PinningError: the driver refused; everything was freed.
+            torch.OutOfMemoryError: not enough device memory.
         """
         groups = make_dtype_groups(added, self.config)
         away = [group for group in groups if group.first.lane != "resident"]
@@ -191,7 +190,6 @@ class Engine:
         self._pool.give(arena)
 
     def _make_tensors(self, dtype_groups: list[DtypeGroup], arena: HostRange) -> None:
-        """The authoritative state tensors: flat, own storage, offset 0."""
         for group in dtype_groups:
             for param in group.params:
                 for kind, numel in param.kinds:
@@ -233,7 +231,7 @@ class Engine:
         return scratch
 
     def _keep_scratch(self, scratch: Scratch, buckets: Sequence[RingBucket]) -> None:
-        """Unless an update needs it every time, without its memory."""
+        """Keep the scratch, without its memory unless some update always needs it."""
         self._scratches.append(scratch)
         kinds = {bucket.update.groups_without_scratch: bucket.update for bucket in buckets}
         if buckets and frozenset() not in kinds:
@@ -241,8 +239,8 @@ class Engine:
             self._without_scratch += kinds.values()
 
     def _allowed_bytes(self, buckets: Sequence[RingBucket]) -> int:
-        """What the ring may have when these are added. Where memory is taken while there is some
-        to spare, no more than slots for them, until it is looked at again."""
+        """Return the ring's bytes after adding these buckets. With ``device_memory="auto"``, only
+        slots for them, until the next look at memory."""
         own, first = self.ring.own_bytes, self.config.first_device_bytes
         if self.config.device_memory != "auto":
             first = max(first - self.weight_bytes, 0)
@@ -253,10 +251,10 @@ class Engine:
     # ------------------------------------------------------------------ running
 
     def prepare(self, snapshot: Snapshot) -> None:
-        """Before an iteration: scratch memory, if an update needs it now and there is none.
+        """Allocate scratch memory before an iteration if an update needs it now.
 
         Raises:
-            DeviceMemoryError: there is no room for it; nothing was updated.
+            DeviceMemoryError: not enough memory; nothing was updated.
         """
         if not any(update.needs_scratch(snapshot) for update in self._without_scratch):
             return
@@ -274,15 +272,15 @@ class Engine:
         self._without_scratch = []
 
     def offer(self, work: Work) -> None:
-        """More gradients are there: enqueue the buckets that have all of theirs, in order."""
+        """Enqueue the buckets whose gradients are complete, in order."""
         if self.host is not None:
             self.host.offer(work, complete=False)
         self.ring.run(work)
         self.ring.complete()
 
     def run(self, work: Work, start: Event) -> None:
-        """Enqueue the rest of the iteration after ``start``, where all gradients are ready; waits
-        for none of it."""
+        """Enqueue the rest of the iteration after ``start``, when all gradients are ready, without
+        waiting."""
         if self.host is not None:
             self.host.offer(work, complete=True)
         if self._natives:
@@ -294,16 +292,15 @@ class Engine:
         self.ring.run(work, start)
 
     def finish(self, stream: Stream) -> None:
-        """Make ``stream`` wait for every update that was enqueued; the host waits for the host
-        lane's thread."""
+        """Make ``stream`` wait for every update; the host waits for updates on the CPU."""
         self.ring.complete()
         if self.host is not None and self.host.last is not None:
             stream.wait(self.host.last)
         stream.wait(self.update.record())
 
     def watch_gates(self, gates: Sequence[frozenset[int]]) -> None:
-        """``gates``: sets of parameters whose updates are asked for by :meth:`updated`; the last
-        one has the native parameters besides."""
+        """Set the parameters of each gate, for :meth:`updated`; the last gate also has the native
+        ones."""
         ring, on_host = self.ring.buckets, self.host.buckets if self.host else []
         self._gates = [
             (
@@ -315,7 +312,7 @@ class Engine:
         ]
 
     def updated(self, gate: int) -> list[Event]:
-        """Events after which the shards of a gate are as the last :meth:`run` leaves them."""
+        """Return events after which the last :meth:`run` has updated the shards of a gate."""
         has_natives, in_ring, on_host = self._gates[gate]
         events: list[Event | None] = [self._natives_updated] if has_natives else []
         events += [bucket.written for bucket in on_host]
@@ -328,8 +325,8 @@ class Engine:
         return self.ring.has_passed(self._gates[gate][1])
 
     def synchronize(self) -> None:
-        """Block until every update has run, and what travels is back in host memory."""
-        with contextlib.ExitStack() as waits:  # runs all of them, even if one raises
+        """Block until every update has run, and moving state is back in host memory."""
+        with contextlib.ExitStack() as waits:  # runs all waits, even if one raises
             for each in (*reversed(self.lanes), self.update):
                 waits.callback(each.synchronize)
             waits.callback(self.ring.complete)  # first
@@ -340,29 +337,29 @@ class Engine:
         return self.host is not None or bool(self.ring.slots)
 
     def abort(self) -> None:
-        """Forget an iteration that has begun in backward: everything is written anew."""
+        """Drop an iteration that began in backward, because everything will be overwritten."""
         for lane in self.lanes:
             lane.abort()
 
     def staging(self) -> list[Tensor]:
-        """Slots, buckets that stay, scratch: device memory that holds but copies of state after
-        :meth:`.Ring.flush`."""
+        """List slots, buckets that stay, and scratch: device memory that only holds copies of state
+        after :meth:`.Ring.flush`."""
         return [*(each.memory for each in self._scratches), *self.ring.staging_buffers]
 
     @property
     def staging_bytes(self) -> int:
-        """Device memory of :meth:`staging`, as much as there is."""
+        """Bytes of :meth:`staging`."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self.staging())
 
     def follow(self, *events: Event) -> None:
-        """Use device memory, and state there, only after ``events``."""
+        """Make updates on the device wait for ``events``."""
         for event in events:
             self.update.wait(event)
         for lane in self.lanes:
             lane.link.follow(*events)
 
     def close(self) -> None:
-        """Give host memory back and end the thread. Idempotent; nothing else may be called then."""
+        """Free host memory and end the thread. Idempotent; no other call may follow."""
         # Copies in flight still use the memory. Half built, failed, or in a forked child:
         with contextlib.suppress(Exception):
             self.synchronize()
@@ -370,7 +367,7 @@ class Engine:
             self.ring.finish_transfers()
         if self.host is not None:
             self.host.stop()
-        # It is unmapped when the last view of it is gone; slots and scratch are freed likewise.
+        # The last view unmaps it; slots and scratch are freed the same way.
         while self._arenas:
             self._pool.give(self._arenas.pop())
         _clear(self._params)

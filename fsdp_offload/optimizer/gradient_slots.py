@@ -1,8 +1,8 @@
-"""Gradients that come from host memory for the updates of a ring's buckets.
+"""Slots for gradients that come from host memory for a ring's updates.
 
-They have slots and streams of their own, because they are there later than the state, which is
-fetched ahead across the end of an iteration. What was noted of a gradient while it was away is done
-to it in its slot, right before the update.
+Gradients have their own slots and streams, because they arrive later than state, which is
+prefetched across the end of an iteration. Recorded operations are applied in the slot, right before
+the update.
 """
 
 from __future__ import annotations
@@ -23,45 +23,45 @@ from ..plan import Bucket
 from ..update.params import Work
 
 COUNT: Final = 4
-"""Two that are fetched, one that is read, and one that absorbs jitter."""
-_ALIGNMENT: Final = 16  # bytes, of each slice in a slot
+"""Two being fetched, one being read, and one to absorb jitter."""
+_ALIGNMENT: Final = 16  # bytes, for each slice in a slot
 
 
 class _Fetched(NamedTuple):
     slot: Tensor
-    gradients: list[Tensor | None]  # of the bucket's slices
+    gradients: list[Tensor | None]  # per slice of the bucket
     noted: list[tuple[list[Tensor], Operations]]
     arrived: Event
 
 
 class GradientSlots:
-    """Device memory that gradients are fetched into.
+    """Device memory for fetched gradients.
 
     Args:
         backend: of the device.
-        link: what fetches them.
+        link: fetches them.
     """
 
     def __init__(self, backend: Backend, link: Link) -> None:
         self._backend, self._link = backend, link
         self._slots: list[Tensor] = []
-        self._free = deque[tuple[Tensor, Event]]()  # each after its event
-        self._buckets = deque[Bucket]()  # that are still to be fetched for
+        self._free = deque[tuple[Tensor, Event]]()  # each usable after its event
+        self._buckets = deque[Bucket]()  # waiting for a fetch
         self._fetched = deque[_Fetched]()
 
     @property
     def n_bytes(self) -> int:
-        """Device memory of them."""
+        """Bytes of device memory."""
         return sum(slot.nbytes for slot in self._slots)
 
     def begin(self, buckets: Iterable[Bucket], work: Work, update: Stream) -> None:
-        """These are updated on ``update`` now, in order."""
+        """Start fetching for ``buckets``, which ``update`` runs in order."""
         self._buckets = deque(each for each in buckets if _taken(each, work))
         self._free.extend((each.slot, each.arrived) for each in self._fetched)  # after a failure
         self._fetched.clear()
         most = max((_slot_bytes(each, work) for each in self._buckets), default=-1)
         if most > (self._slots[0].nbytes if self._slots else -1):
-            update.synchronize()  # nothing reads those that go
+            update.synchronize()  # so that nothing reads freed slots
             self._slots = [self._backend.allocate(most) for _ in range(COUNT)]
             free = self._backend.current_stream().record()
             self._free = deque((slot, free) for slot in self._slots)
@@ -70,7 +70,7 @@ class GradientSlots:
     def lending(
         self, bucket: Bucket, gradients: list[Tensor | None], work: Work, update: Stream
     ) -> Iterator[list[Tensor | None]]:
-        """Inside, ``update`` may read what is given in place of ``gradients``."""
+        """Lend fetched gradients that ``update`` may read inside, instead of ``gradients``."""
         if not work.taken or not _taken(bucket, work):
             yield gradients
             return
@@ -87,7 +87,7 @@ class GradientSlots:
 
     def _fetch(self, bucket: Bucket, work: Work, slot: Tensor, free: Event) -> _Fetched:
         gradients, taken, at, end = work.of(bucket.slices), _taken(bucket, work), 0, -1
-        spans = list[tuple[Tensor, int, int]]()  # from where to where; and the bytes
+        spans = list[tuple[Tensor, int, int]]()  # source, target offset, and bytes
         noted = dict[Operations, list[Tensor]]()
         for index, slice_ in enumerate(bucket.slices):
             host, of = gradients[index], taken.get(slice_.spec.index)
@@ -112,7 +112,6 @@ class GradientSlots:
 
 
 def _taken(bucket: Bucket, work: Work) -> dict[int, Taken]:
-    """Of a bucket's parameters, those whose gradients are in host memory."""
     indices = (slice_.spec.index for slice_ in bucket.slices)
     return {index: taken for index in indices if (taken := work.taken.get(index)) is not None}
 

@@ -1,19 +1,19 @@
-"""The host lane: the block update of :mod:`..update.bucket`, on CPU cores.
+"""The host lane: run the block update of :mod:`..update.bucket` on CPU cores.
 
-State stays where it is, in the arena. A bucket's weights and gradients come to a slot of
-page-locked memory, and its new weights go back, in the order in which buckets are offered::
+State stays in the arena. A bucket's weights and gradients move to a slot of page-locked memory, and
+its new weights move back, in the order in which buckets are offered::
 
     link out:     shards, gradients -> slot     after the gradients, and what the slot held before
     host thread:  waits for that; BucketUpdate over slot and arena, by torch's kernels for the CPU
     link in:      slot -> shards of parameters that had a gradient, then ``written``
 
-The weight itself comes to the host each time, so a weight that other code wrote counts there as it
-does on the device. One thread does everything below :meth:`HostLane.offer`, which never blocks; its
-kernels use ``host_threads`` cores.
+The weight itself moves to the host each time, so the update sees weights that other code wrote. One
+thread does everything below :meth:`HostLane.offer`, which never blocks; its kernels use
+``host_threads`` cores.
 
 An exception there fails its bucket and all that follow: code that waits for one of them, or drains
-the lane, gets a LaneError that it is the cause of. It stays until :meth:`HostLane.abort`, because
-some weights may be one step ahead of others by then.
+the lane, gets a LaneError with that cause. It persists until :meth:`HostLane.abort`, because some
+weights may be one step ahead of others.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from ..update.params import MasterForm, ParamState, Work
 from .ring_bucket import state_of
 
 HOST_SLOTS = 4
-"""At most: one arrives, one is updated, one leaves, and one more for a bucket out of turn."""
+"""Most slots: one arriving, one being updated, one leaving, and one for a bucket out of turn."""
 
 
 def _gradient_bytes(param: ParamState) -> int:
-    """Of one element, at most: fp32 gradients of bf16 weights are possible."""
+    """Return the most bytes of a gradient element: bf16 weights may have fp32 gradients."""
     return max(4, param.compute_dtype.itemsize)
 
 
@@ -60,7 +60,7 @@ def _shard_bytes(numel: int, param: ParamState) -> int:
 
 
 class HostBucket:
-    """A bucket, and the slot that its weights and gradients come to."""
+    """A bucket, and the slot for its weights and gradients."""
 
     def __init__(
         self,
@@ -94,13 +94,13 @@ class HostBucket:
             on_host=True,
         )
         self.written: PendingEvent | None = None
-        """After it, the shards are as the last iteration leaves them; None: it left them alone."""
+        """After it, the last iteration has updated the shards; None: it skipped them."""
 
     def outgoing(self, gradients: list[Tensor | None]) -> tuple[Block, list[Tensor | None]]:
-        """All shards and these gradients, and where the gradients come to.
+        """Return a block of all shards and these gradients, and the gradients' places in the slot.
 
         Raises:
-            UnsupportedParameterError: a gradient has more bits than the update computes with.
+            UnsupportedParameterError: a gradient has more bits than the update's dtype.
         """
         host, device = [*self._on_host], [*self._on_device]
         received: list[Tensor | None] = []
@@ -111,7 +111,7 @@ class HostBucket:
             if gradient.itemsize > self._width:
                 raise UnsupportedParameterError(
                     f"a gradient of {gradient.dtype} of {slice_.spec.fqn}",
-                    reason=f"the host lane updates it in {self._dtype}",
+                    reason=f"updates on the CPU run in {self._dtype}",
                     remedy="leave the gradient in the parameter's dtype",
                 )
             start = slice_.scratch_start * self._width
@@ -122,7 +122,7 @@ class HostBucket:
         return Block(host, device, Residence.DEVICE), received
 
     def incoming(self, gradients: list[Tensor | None]) -> Block:
-        """The shards of parameters that have a gradient."""
+        """Return a block of the shards that have a gradient."""
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         return Block([self._on_host[i] for i in present], [self._on_device[i] for i in present])
 
@@ -139,13 +139,13 @@ def host_buckets(
     layouts: Sequence[Layout],
     take: Callable[[int], HostRange],
 ) -> list[HostBucket]:
-    """All buckets of these layouts, whose state is in host memory.
+    """Make all buckets of these layouts, whose state is in host memory.
 
     Args:
         optimizer: the wrapped optimizer.
         params: all parameters; slices name them by index.
-        layouts: each of parameters that share every dtype.
-        take: gives memory for slots (shards, then gradients of a bucket) and scratch.
+        layouts: each for parameters that share every dtype.
+        take: gives memory for slots (a bucket's shards, then gradients) and scratch.
     """
     slot_bytes = scratch_bytes = 0
     for layout in layouts:
@@ -172,9 +172,9 @@ class _Visit:
     bucket: HostBucket
     gradients: list[Tensor | None]
     work: Work
-    ready: list[Event]  # the gradients may be read after these
+    ready: list[Event]  # events after which the gradients may be read
     received: list[Tensor | None]
-    stored: Event | None = None  # it is in its slot
+    stored: Event | None = None  # after it, the slot is filled
 
 
 class HostLane:
@@ -183,41 +183,41 @@ class HostLane:
     Args:
         backend: of the device.
         threads: cores that an update uses.
-        overlap: with ``"step"`` the link is the lane's alone.
+        overlap: with ``"step"``, the lane uses the link alone.
     """
 
     def __init__(self, backend: Backend, threads: int, overlap: str) -> None:
         self.buckets: list[HostBucket] = []
         self.link = Link(backend, "host", turn_bytes=None if overlap == "step" else TURN_BYTES)
         self.last: PendingEvent | None = None
-        """After it, all that was offered is written."""
+        """After it, all offered buckets are written."""
         self.moved_bytes = self.fetched_bytes = 0  # to the host and back, in the last iteration
         set_up = functools.partial(_set_up, backend.device, threads, torch.get_num_threads())
         self._thread = backend.executor("fsdp_offload-host", set_up)
-        self._thread.submit(int).result()  # it has set its number of kernel threads
+        self._thread.submit(int).result()  # so that it has set its number of kernel threads
         self._offered: deque[_Visit] = deque()
-        self._sent: deque[_Visit] = deque()  # on their way to the host, or there
-        self._free: dict[Tensor, Event] = {}  # by slot: when the last one has left it
+        self._sent: deque[_Visit] = deque()  # moving to the host, or already there
+        self._free: dict[Tensor, Event] = {}  # by slot: event after which it is free
         self._failure: LaneError | None = None
-        self._running = 0  # the thread that is in _run()
+        self._running = 0  # id of the thread in _run()
         self._work: weakref.ref[Work] | None = None  # the iteration that has begun
-        self._left: list[HostBucket] = []  # buckets of it that were not offered yet
+        self._left: list[HostBucket] = []  # its buckets that were not offered yet
 
     # ------------------------------------------------------------------ on the caller's thread
 
     def append(self, buckets: list[HostBucket]) -> None:
-        """Add buckets; an iteration that has begun has them to its end."""
+        """Add buckets; a running iteration updates them last."""
         self.buckets += buckets
         self._left += buckets  # offer() sets it when an iteration begins
 
     def drop_from(self, count: int) -> None:
-        """Forget buckets that were added after so many."""
+        """Drop all but the first ``count`` buckets."""
         self._left = [bucket for bucket in self._left if bucket in self.buckets[:count]]
         del self.buckets[count:]
 
     def offer(self, work: Work, *, complete: bool) -> None:
-        """Begin to update the buckets whose gradients are there, waiting for none of it. When all
-        that will come are there (``complete``), the rest, without buckets that have none.
+        """Start updating the buckets whose gradients are ready, without waiting; with ``complete``,
+        the rest, too, except buckets without gradients.
 
         Until a bucket is ``written``, the caller neither writes nor frees its gradients.
         """
@@ -242,12 +242,12 @@ class HostLane:
             self.moved_bytes += back + sum(g.nbytes for g in gradients if g is not None)
 
     def synchronize(self) -> None:
-        """Block until all shards are written and no copy is under way, even after a failure.
+        """Block until all shards are written and no copy is running, even after a failure.
 
-        On the host thread, where a finalizer may call it, it does not wait for that thread.
+        Does not wait for the host thread if a finalizer calls it there.
 
         Raises:
-            LaneError: something failed on the host thread: its cause.
+            LaneError: the host thread failed, with its error as cause.
         """
         try:
             if self.last is not None and self._running != threading.get_ident():
@@ -256,7 +256,7 @@ class HostLane:
             self.link.synchronize()
 
     def abort(self) -> None:
-        """Forget a failure and an iteration that has begun: everything is written anew.
+        """Drop a failure and a running iteration, because everything will be overwritten.
 
         The lane has been synchronized, or is lost.
         """
@@ -267,14 +267,14 @@ class HostLane:
             bucket.written = None
 
     def stop(self) -> None:
-        """Let the thread end after what it was given. It is not joined: a finalizer calls this, in
-        any thread, also inside of ``Thread.start()``, whose lock the join would take."""
+        """End the thread after its queue. Does not join it: a finalizer calls this in any thread,
+        even inside ``Thread.start()``, whose lock the join would take."""
         self._thread.shutdown(wait=False)
 
     # ------------------------------------------------------------------ on the host thread
 
     def _run(self, visit: _Visit) -> Event:
-        """Update the bucket that was offered next; the event after which its shards are there."""
+        """Update the next offered bucket; returns the event after which its shards are written."""
         if self._failure is not None:
             raise self._failure
         self._running = threading.get_ident()
@@ -284,17 +284,16 @@ class HostLane:
                 return self._update(self._sent[0])
         except BaseException as error:
             self._failure = LaneError(
-                "an update in the host lane failed",
+                "an update on the CPU failed",
                 reason=repr(error),
                 remedy="load a checkpoint (model, then optimizer) or build both anew",
             )
             raise self._failure from error
         finally:
             self._running = 0
-            visit.gradients.clear()  # nothing of a step may outlive it here
+            visit.gradients.clear()  # nothing here may outlive the step
 
     def _send(self) -> None:
-        """Copy to the host what there are free slots for."""
         while self._offered and all(
             visit.bucket.slot is not self._offered[0].bucket.slot for visit in self._sent
         ):
@@ -316,30 +315,30 @@ class HostLane:
 
 
 def _set_up(device: torch.device, kernel_threads: int, inherited: int) -> None:
-    """Of the host thread: cores near the device, which becomes its own, and how many of them."""
     if device.type != "cpu":  # a new thread has device 0, where work would cost a context
         torch.get_device_module(device).set_device(device)
-    with contextlib.suppress(OSError):  # a sandbox that forbids it: slower, not wrong
+    with contextlib.suppress(OSError):  # a sandbox forbids it: slower, not wrong
         os.sched_setaffinity(0, cores_near(device))  # 0: this thread, and its kernels'
-    torch.get_num_threads()  # else this thread's first kernel would take the default once more
+    torch.get_num_threads()  # else this thread's first kernel would restore the default
     torch.set_num_threads(kernel_threads)
-    # set_num_threads also becomes the default of threads that are created later. A thread
-    # that lives only for this line puts that default back and leaves this thread's own alone.
+    # set_num_threads also sets the default of later threads. A short-lived thread restores that
+    # default and leaves this thread's own number alone.
     restore = threading.Thread(target=torch.set_num_threads, args=(inherited,))
     restore.start()
     restore.join()
 
 
 def thread_count(config: OffloadConfig) -> int:
-    """Cores for the host lane: ``host_threads``, else those of this process / ranks on this host.
+    """Return the cores for updates: ``host_threads``, else this process's cores / ranks on this
+    host.
 
-    A single one is worth a warning.
+    Warns about a single core.
     """
     threads = config.transfer.host_threads or cores_per_rank()
     if threads == 1:
         warn(
-            "the host lane has 1 thread (%d cores, %d local ranks): expect about a tenth of the "
-            "speed of 16; set TransferConfig(host_threads=...)",
+            "updates on the CPU have 1 thread (%d cores, %d local ranks): expect "
+            "a tenth of the speed of 16; set TransferConfig(host_threads=...)",
             len(os.sched_getaffinity(0)),
             local_ranks(),
         )

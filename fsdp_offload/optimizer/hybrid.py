@@ -1,13 +1,13 @@
-"""``HybridDeviceOptimizer``: any dense torch optimizer with its state in host memory.
+"""``HybridDeviceOptimizer``: offload the state of any dense torch optimizer to host memory.
 
 Usage::
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     optimizer = HybridDeviceOptimizer(optimizer, model)
 
-Guarantees: the numbers are those of the wrapped optimizer (bit for bit in the device lanes; of
-torch's CPU kernel in the host lane); a parameter without gradient is not touched; shards are
-written in place; ``step()`` issues no collective for element-wise optimizers.
+Guarantees: results equal the wrapped optimizer's bit for bit (with ``update_on="host"``, those of
+torch's CPU kernel); parameters without gradient stay untouched; shards are written in place;
+``step()`` issues no collective for element-wise optimizers.
 
 Limits, each refused with a typed error: LBFGS, SparseAdam, ``differentiable=True``, sparse
 gradients, non-contiguous shards, parameters on several devices, CUDA graph capture of ``step()``,
@@ -49,53 +49,51 @@ class HybridDeviceOptimizer(Optimizer):
     """Wraps ``optimizer`` and keeps its state in host memory.
 
     Args:
-        optimizer: any dense torch optimizer: fresh, stepped or loaded. From here on it is another
-            name of the wrapper: state, groups, methods and hooks are the wrapper's.
-        model: the module (or modules) whose parameters it holds: gives names, the update order,
-            and lets loads into the module be noticed. Weights of FSDP2's ``CPUOffloadPolicy`` move
-            to the device.
-        offload: ``"state"`` (default): optimizer state leaves the device. ``"all"``: frozen weights
-            of FSDP2 modules as well, which are fetched before each gather, and gradients, from
-            their reduction to their updates.
-        elementwise: for a class that is not torch's: each element's update depends on that element
-            and its own state alone, and state is made at a parameter's first step. Without it such
-            a class runs its own step on the device, and its state stays there.
-        offload_fraction: share of state bytes, 0 to 1 (default), that leaves the device; met
-            within the largest parameter.
-        device_memory: bytes (or "8GiB") that offloaded state may take on each device, where it
-            travels through, and where some of it stays. ``"auto"`` (default): what is to spare,
-            looked at after steps, and given back when memory is short. 0: as little as possible.
-            Bits do not depend on it.
-        host_memory: bytes that all ranks of this host may use together, for this and everything
-            else of this package; None: what is free.
-        update_on: where offloaded state is updated: ``"device"`` (default), or ``"host"``: torch's
-            CPU kernels on this rank's cores.
-        overlap: ``"step"``: updates run inside ``step()``. ``"forward"``: it returns at once, each
-            FSDP2 module of ``model`` waits for its own parameters, and other code that uses a
-            parameter or its gradient waits, too. ``"backward"``: besides, parameters are updated
-            as their gradients arrive; using ``.grad`` raises :class:`SpentGradientError` from then
-            on. None (default): ``"forward"`` where all parameters are in FSDP2 modules of
-            ``model``, and the class is one of torch's that works element by element; else
-            ``"step"``.
-        moments: how state is kept: ``"fp32"``, ``"bf16"``, ``"int8"`` or a dtype; None: as torch
-            does, in fp32 where there is a master.
+        optimizer: any dense torch optimizer: fresh, stepped or loaded. From now on it acts as
+            another name of the wrapper: state, groups, methods and hooks are the wrapper's.
+        model: the module (or modules) with its parameters: gives names and the update order, and
+            makes loads into the module visible. Weights of FSDP2's ``CPUOffloadPolicy`` move to the
+            device.
+        offload: ``"state"`` (default): optimizer state leaves the device. ``"all"``: also weights
+            of FSDP2 modules, fetched before each gather, and gradients, from their reduction to
+            their update.
+        elementwise: declares that a class that is not torch's updates each element from that
+            element and its state alone, and makes state at a parameter's first step. Without it,
+            such a class runs its own step on the device, and its state stays there.
+        offload_fraction: share of state bytes, 0 to 1 (default), that leaves the device; exact to
+            the largest parameter.
+        device_memory: bytes (or "8GiB") on each device for offloaded state, to stream through and
+            to stay in. ``"auto"`` (default) takes spare memory after a few steps, and gives it back
+            when memory is short. 0: as little as possible. Does not change bits.
+        host_memory: bytes that all objects of this package may use together, on all ranks of this
+            host; None: free memory.
+        update_on: where to update offloaded state: ``"device"`` (default), or ``"host"``, with
+            torch's CPU kernels on this rank's cores.
+        overlap: ``"step"``: updates run inside ``step()``. ``"forward"``: ``step()`` returns at
+            once; each FSDP2 module of ``model`` waits for its own parameters, and other code waits
+            when it uses a parameter or its gradient. ``"backward"``: also updates parameters as
+            their gradients arrive; a later use of ``.grad`` raises :class:`SpentGradientError`.
+            None (default): ``"forward"`` if all parameters are in FSDP2 modules of ``model`` and
+            the class is an element-wise one of torch's; else ``"step"``.
+        moments: how to store state: ``"fp32"``, ``"bf16"``, ``"int8"`` or a dtype; None: like
+            torch, or fp32 beside a master.
         master_weights: keep an fp32 master for each parameter with a bf16 or fp16 shard. False:
-            update in the shard's own dtype, as torch would.
+            update in the shard's dtype, like torch.
         transfer: see :class:`TransferConfig`.
 
     Raises:
-        ConfigError: an argument is wrong, or the optimizer holds no parameter of ``model``;
-            ``UnsupportedOptimizerError`` and ``UnsupportedParameterError`` are kinds of it.
+        ConfigError: an argument is wrong, or the optimizer holds no parameter of ``model``; also
+            its subclasses ``UnsupportedOptimizerError`` and ``UnsupportedParameterError``.
         UnsupportedTorchError: this version of torch lacks a private name of FSDP2.
-        DeviceError: a device that torch cannot use here, or parameters on several devices.
+        DeviceError: torch cannot use the device here, or parameters are on several devices.
         HostMemoryError: the state does not fit into host memory.
         PinningError: the driver refused to page-lock it.
         StateSchemaError: the class's step fails on a dense scratch parameter.
-        StateDictError: state that the optimizer already has does not fit its parameters.
+        StateDictError: the optimizer's existing state does not fit its parameters.
     """
 
     is_offloaded = True
-    """Not an optimizer that another one may wrap."""
+    """Marks an optimizer that must not be wrapped again."""
 
     def __init__(
         self,
@@ -138,7 +136,6 @@ class HybridDeviceOptimizer(Optimizer):
         self._connect(models)
 
     def _connect(self, models: Sequence[nn.Module]) -> None:
-        """Let the wrapped optimizer and the models speak to this one, and the caller use it."""
         updates = self._updates
         self._inner.state = updates.view.shown
         if not updates.steps_itself:
@@ -155,19 +152,19 @@ class HybridDeviceOptimizer(Optimizer):
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; returns the closure's loss, if any.
+        """Update every parameter that has a gradient, and return the closure's loss, if any.
 
-        When it returns, parameters are ready for the current stream (``overlap="step"``), or each
-        FSDP2 module waits for its own (else; :meth:`synchronize` waits for all).
+        With ``overlap="step"``, parameters are ready for the current stream when it returns.
+        Otherwise each FSDP2 module waits for its own; :meth:`synchronize` waits for all.
 
         Raises:
-            ConfigError: a hyper-parameter changed since backward updated parameters with it.
-            AwayError: this optimizer, a shard or a gradient is offloaded; nothing was touched.
-            DeviceMemoryError: no room for scratch memory, which bf16 shards and moments in fewer
-                bits need once hyper-parameters are tensors; nothing was updated.
+            ConfigError: a hyper-parameter changed after backward updated parameters with it.
+            AwayError: this optimizer, a shard or a gradient is offloaded; nothing was changed.
+            DeviceMemoryError: no room for scratch memory, which bf16 shards and packed moments need
+                if hyper-parameters are tensors; nothing was updated.
             LaneError: this or an earlier update failed; only a load makes the optimizer usable.
-            BusyError: a signal handler called it in the middle of a call; so do other methods.
-            StateSchemaError, UnsupportedParameterError: refused, nothing was updated.
+            BusyError: a signal handler called this, or another method, in the middle of a call.
+            StateSchemaError, UnsupportedParameterError: refused; nothing was updated.
         """
         self._updates.check_present("step()")
         if self._updates.steps_itself:
@@ -183,7 +180,7 @@ class HybridDeviceOptimizer(Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, dict[str, Any]]:
-        """Live state per parameter, after all transfers: tensors over host or device memory."""
+        """Live state per parameter, after all transfers, as tensors over host or device memory."""
         updates = self._updates
         if updates.life.is_built:
             with updates.life.turn("optimizer.state"):
@@ -198,12 +195,13 @@ class HybridDeviceOptimizer(Optimizer):
         elif self._updates.life.is_built:
             raise ConfigError(
                 "assignment to optimizer.state",
-                reason="updates use memory that was reserved for the state, and no other dict",
-                remedy="call optimizer.state.clear() to go on without state, or load_state_dict()",
+                reason="updates use the memory reserved for the state, not another dict",
+                remedy="call optimizer.state.clear() to continue without state, or "
+                "load_state_dict()",
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does; its state is reserved at once."""
+        """Add a group like torch, and reserve its state at once."""
         if not self._updates.life.is_built:
             super().add_param_group(param_group)
             return
@@ -218,10 +216,10 @@ class HybridDeviceOptimizer(Optimizer):
                 super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; Megatron-FSDP's ``decoupled_grad`` goes as well.
+        """Clear gradients like torch, and Megatron-FSDP's ``decoupled_grad``.
 
         Raises:
-            SpentGradientError: between a backward that updated parameters and ``step()``.
+            SpentGradientError: called between a backward that updated parameters and ``step()``.
         """
         with self._updates.life.turn("zero_grad()"):
             self._updates.refuse_if_taken("zero_grad() before step()")
@@ -233,10 +231,11 @@ class HybridDeviceOptimizer(Optimizer):
                     dtensor.clear_decoupled_gradient(parameter)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's: integer ids and live tensors, which the plain optimizer accepts.
+        """Return a state dict like torch's: integer ids and live tensors, which the plain optimizer
+        accepts.
 
-        Parameters with bf16 or fp16 shards and an fp32 master have one more entry,
-        ``master_remainder`` (bits) or ``master`` (fp32), which plain optimizers ignore.
+        Parameters with an fp32 master have one more entry, ``master_remainder`` (bits) or
+        ``master`` (fp32), which plain optimizers ignore.
         """
         updates = self._updates
         updates.life.check()
@@ -247,10 +246,10 @@ class HybridDeviceOptimizer(Optimizer):
             return super().state_dict()  # reads self.state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy a state dict into the reserved memory, in place; dtypes and devices stay.
+        """Load a state dict into the reserved memory, in place; dtypes and devices stay.
 
-        Accepts integer ids or FQN strings, of this class or of the plain optimizer. Parameters
-        are matched by position, as in torch. Load the model's weights first.
+        Accepts integer ids or FQN strings, from this class or the plain optimizer, and matches
+        parameters by position, like torch. Load the model's weights first.
 
         Raises:
             StateDictError: groups, keys, shapes or placements do not fit; nothing was written.
@@ -277,45 +276,48 @@ class HybridDeviceOptimizer(Optimizer):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """As ``torch.nn.utils.clip_grad_norm_`` over all parameters, with its bits, in place.
+        """Clip all gradients in place, with the bits of ``torch.nn.utils.clip_grad_norm_``.
 
-        Parameters that lie on several meshes, which torch refuses, count together.
+        Also accepts parameters on several meshes, which torch refuses.
 
         Returns:
             The norm before clipping: 0-dim, a replicated DTensor if all gradients are on one mesh.
 
         Raises:
-            SpentGradientError: with ``overlap="backward"``: they have been used by then.
-            NonFiniteGradientError: if asked for, where the norm is not finite.
+            SpentGradientError: with ``overlap="backward"``, because backward has used the
+                gradients.
+            NonFiniteGradientError: ``error_if_nonfinite`` is set and the norm is not finite.
         """
-        with self._updates.life.turn("clip_grad_norm_()"):  # no longer: other ranks take part
+        with self._updates.life.turn(
+            "clip_grad_norm_()"
+        ):  # released here, because other ranks take part below
             self._updates.life.check()
         parameters = (p for group in self.param_groups for p in group["params"])
         return clip(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     @property
     def device(self) -> torch.device:
-        """Where the shards live."""
+        """Device of the shards."""
         return self._updates.reserved.backend.device
 
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, backward passes only add to ``.grad``: for all micro-batches but the last.
+        """Make backward only add to ``.grad`` inside, for all micro-batches but the last.
 
-        Needed with ``overlap="backward"`` alone, and not if the caller says so to FSDP2
+        Only ``overlap="backward"`` needs it, unless the caller already tells FSDP2
         (``set_requires_gradient_sync(False)`` or ``set_is_last_backward(False)``).
         """
         overlap = self._updates.overlap
         return contextlib.nullcontext() if overlap is None else overlap.accumulate()
 
     def synchronize(self) -> None:
-        """Block until parameters and state are final and host memory may be read."""
+        """Block until parameters and state are final, and host memory may be read."""
         with self._updates.life.turn("synchronize()"):
             self._updates.synchronize()
 
     def resync(self) -> None:
-        """Set every master equal to its weight, after writing into parameters by hand.
+        """Set every master equal to its weight, after the caller wrote into parameters.
 
-        Not needed for loads into the module given as ``model=``. Without it bf16 masters are at
+        Loads into the module given as ``model=`` do not need it. Without it, bf16 masters are at
         most half a bf16 ulp off.
         """
         updates = self._updates
@@ -326,15 +328,15 @@ class HybridDeviceOptimizer(Optimizer):
             updates.masters.forget_frozen()
 
     def statistics(self) -> Statistics:
-        """What is held where, and what the last step did."""
+        """Return memory by place, and figures of the last step."""
         with self._updates.life.turn("statistics()"):
             return gather(self._updates)
 
     def close(self) -> None:
-        """Finish all work and give host memory, slots and the host thread back. Idempotent.
+        """Finish all work and free host memory, slots and the host thread. Idempotent.
 
         Raises:
-            DeviceMemoryError: no room for weights that come back; free some and call it again.
+            DeviceMemoryError: no room for weights that come back; free memory and call it again.
         """
         self._updates.close()
 
@@ -344,15 +346,15 @@ class HybridDeviceOptimizer(Optimizer):
         return f"{shown}\n{self.statistics()}" if is_open else shown
 
     def __getattr__(self, name: str) -> Any:
-        """What the wrapped class has besides: ``train()`` and ``eval()`` of some."""
+        """Forward other attributes to the wrapped class, such as ``train()`` and ``eval()``."""
         inner = self.__dict__.get("_inner")
         if inner is None or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        getattr(inner, name)  # raises where neither has it
+        getattr(inner, name)  # raises if neither has it
         return getattr(self._wrapped, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What is not this class's own is the wrapped class's, whose code reads it."""
+        """Forward attributes that this class lacks to the wrapped class, whose code reads them."""
         updates = self.__dict__.get("_updates")
         is_built = updates is not None and updates.life.is_built
         is_shared = is_built and name[0] != "_" and not hasattr(type(self), name)
@@ -361,15 +363,13 @@ class HybridDeviceOptimizer(Optimizer):
         if not is_shared or name in self.__dict__:
             super().__setattr__(name, value)
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:  # copy.deepcopy calls it, too
+    def __reduce_ex__(self, protocol: object) -> NoReturn:  # copy.deepcopy also calls it
         raise copy_error(self, "save state_dict() and load it into a new wrapper")
 
     @property
     def _for_checkpoints(self) -> CheckpointView:
-        """For :mod:`fsdp_offload.checkpoint`."""
         return CheckpointView(self, self._updates)
 
     @property
     def _offloadable(self) -> DeviceState:
-        """For a ``PhaseOffloader``: see ``core/offloadable.py``."""
         return self._updates.device_state

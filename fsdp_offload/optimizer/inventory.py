@@ -1,4 +1,4 @@
-"""Which parameters there are: their names, order, schemas and lanes."""
+"""List parameters with their names, order, schemas and lanes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Inventory:
         optimizer: the wrapped optimizer; its groups are the wrapper's groups.
         models: gives names and the update order; may be empty.
         config: the user's choices.
-        device: where shards live.
+        device: device of the shards.
     """
 
     def __init__(
@@ -57,7 +57,6 @@ class Inventory:
         self._name_missing()
 
     def _name_missing(self) -> None:
-        """Names from ``param_names``, else from the position, for what the models do not hold."""
         for index, group in enumerate(self._optimizer.param_groups):
             given = group.get("param_names") or []
             for position, parameter in enumerate(group["params"]):
@@ -65,7 +64,7 @@ class Inventory:
                 self.names.setdefault(parameter, name)
 
     def parameters(self) -> list[Placed]:
-        """All of them, in the order of the groups."""
+        """Return all parameters, in the order of the groups."""
         return [
             (parameter, index)
             for index, group in enumerate(self._optimizer.param_groups)
@@ -73,11 +72,10 @@ class Inventory:
         ]
 
     def trainable(self) -> list[Placed]:
-        """Those that may get gradients."""
+        """Return the parameters that may get gradients."""
         return [placed for placed in self.parameters() if placed[0].requires_grad]
 
     def _schema(self, values: dict[str, Any], dtype: torch.dtype, *, on_host: bool) -> Schema:
-        """Of parameters of ``dtype`` in a group of these values, made once per set of flags."""
         key = (signature(values), dtype, on_host)
         if key not in self._schemas:
             device = self._device
@@ -89,11 +87,11 @@ class Inventory:
     def plan(
         self, added: list[Placed], *, lanes: Mapping[Tensor, Lane] | None = None
     ) -> tuple[list[ParamState], list[Placed]]:
-        """Parameters with their lanes, in update order, and the parameters that stay native.
+        """Return parameters with their lanes, in update order, and the native parameters.
 
         Args:
             added: new parameters, in the order of the groups.
-            lanes: theirs, where they had some before; those without are native.
+            lanes: their earlier lanes, if any; parameters without one are native.
         """
         self._name_missing()
         shared = _sharing_memory(parameter for parameter, _ in self.parameters())
@@ -105,7 +103,7 @@ class Inventory:
         natives = [placed for placed in ordered if specs[placed[0]].must_stay]
         if natives and self._config.offload_fraction > 0:
             _log.info(
-                "%d parameters keep their state on the device, as %s makes it (%s, ...)",
+                "%d parameters keep their state on the device: %s updates them itself (%s, ...)",
                 len(natives),
                 type(self._optimizer).__name__,
                 self.names[natives[0][0]],
@@ -118,25 +116,24 @@ class Inventory:
         return params, natives
 
     def _in_update_order(self, added: list[Placed]) -> list[Placed]:
-        """Outside FSDP first, then the models' order, then the rest as given."""
+        """Sort parameters outside FSDP first, then by the models' order, then the rest as given."""
         order = {parameter: i for i, parameter in enumerate(self.names)}
         managed = fsdp_parameters(self._models)
         return sorted(added, key=lambda placed: (placed[0] in managed, order[placed[0]]))
 
     def _measured(self, parameter: Tensor, group: int, *, is_shared: bool) -> ParamSpec:
-        """What the choice of its lane goes by."""
         fqn = self.names[parameter]
         info = dtensor.shard_info(parameter, fqn)
         compute = self._config.compute_dtype(info.dtype)
-        # A tensor subclass may be treated in a way of its own; Adafactor's state has shapes that
-        # depend on the parameter's. Both keep what the class makes. Parameters that share memory
-        # are updated in the class's own order.
+        # The class may treat tensor subclasses specially, and Adafactor's state has shapes that
+        # depend on the parameter's. Both keep the class's own state. Parameters that share memory
+        # need the class's own order.
         native = is_shared or not info.is_plain or not has_schema(self._optimizer)
         if native and torch_class(self._optimizer) is None:
             raise UnsupportedParameterError(
                 f"{fqn} of type {type(parameter.data).__name__} with elementwise=True",
-                reason=f"what {type(self._optimizer).__name__} does with it is not known",
-                remedy="leave elementwise=True out: the class then runs its own step on the device",
+                reason=f"how {type(self._optimizer).__name__} updates it is unknown",
+                remedy="leave out elementwise=True: the class then runs its own step on the device",
             )
         values, schema = self._optimizer.param_groups[group], Schema((), elementwise=False)
         if not native:
@@ -178,11 +175,10 @@ class Inventory:
         )
 
     def have_outgrown(self, params: Sequence[ParamState]) -> bool:
-        """Whether options need state that is not reserved: a scheduler has set SGD's momentum.
+        """Whether options need state that is not reserved, as after a scheduler set SGD's momentum.
 
         Raises:
-            StateSchemaError: it is missing from state that is in use; there the plain optimizer
-                ends in a KeyError.
+            StateSchemaError: state in use lacks it, where the plain optimizer raises a KeyError.
         """
         checked: dict[Any, Schema] = {}
         outgrown = False
@@ -196,18 +192,19 @@ class Inventory:
             if param.schema.kinds and param.slices[0].stepped:
                 raise StateSchemaError(
                     f"param_groups[{param.group}]",
-                    reason=f"its options now need {missing}, and {param.fqn} was updated without",
+                    reason=f"its options now need {missing}, but {param.fqn} was already updated "
+                    "without",
                     remedy="set options such as amsgrad or momentum before the first step",
                 )
         return outgrown
 
     def schema(self, param: ParamState, values: dict[str, Any]) -> Schema:
-        """What ``param`` has in a group of these values."""
+        """Return the schema of ``param`` in a group of these values."""
         return self._schema(values, param.compute_dtype, on_host=param.lane == "host")
 
 
 def missing_kinds(param: ParamState, schema: Schema) -> list[str]:
-    """Names of entries of ``schema`` that are not reserved for ``param``, sorted."""
+    """List entries of ``schema`` that are not reserved for ``param``, sorted."""
     if schema is param.schema:
         return []
     reserved = {kind.name for kind in param.schema.kinds}
@@ -215,7 +212,6 @@ def missing_kinds(param: ParamState, schema: Schema) -> list[str]:
 
 
 def _sharing_memory(parameters: Iterable[Tensor]) -> set[Tensor]:
-    """Those whose shards have memory in common with the shard of another one."""
     spans = []
     for parameter in parameters:
         shard = dtensor.with_history(parameter)

@@ -1,4 +1,4 @@
-"""Whether an optimizer may be used: it is built, not failed, not closed, in its own process, and
+"""Tracks whether an optimizer may be used: built, not failed, not closed, in its own process, and
 not in the middle of another call."""
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from enum import Enum
 from typing import Any, Final
 
 from ..core.errors import BusyError, LaneError, OffloadError, check_open
-from ..core.interrupts import held_back
+from ..core.interrupts import defer_sigint
 
 SAVE: Final = "checkpoint.save()"
-"""The turn of a save, which reads state and weights inside."""
+"""Turn of a save, which reads state and weights inside."""
 _START_OVER = "load a checkpoint (model, then optimizer) or build both anew"
 
 
 class Stage(Enum):
-    """Of an optimizer's life."""
+    """Stage of an optimizer's life."""
 
-    BUILDING = "building"  # in the constructor: torch's own part of it may not touch state
-    OPEN = "open"  # from the end of the constructor on, and again when a load begins
+    BUILDING = "building"  # in the constructor: torch's part of it must not touch state
+    OPEN = "open"  # after the constructor, and again when a load begins
     FAILED = "failed"  # an exception left state half updated: only a load or close() is allowed
-    CLOSED = "closed"  # close() gave its memory back: only close() is allowed, and does nothing
+    CLOSED = "closed"  # close() freed its memory: only close() is allowed, and does nothing
 
 
 class Lifecycle:
-    """The stage that one optimizer is in.
+    """The stage of one optimizer.
 
-    ``drain``: waits for what is under way, before it fails; must not raise.
+    ``drain``: waits for running work before a failure; must not raise.
     """
 
     def __init__(self, drain: Callable[[], None]) -> None:
@@ -49,21 +49,21 @@ class Lifecycle:
 
     @property
     def closed(self) -> bool:
-        """Whether memory was given back."""
+        """Whether close() has freed memory."""
         return self._stage is Stage.CLOSED
 
     @property
     def is_ours(self) -> bool:
-        """Whether this is the process that built the optimizer: forked ones lack its memory."""
+        """Whether this process built the optimizer; forked ones lack its memory."""
         return os.getpid() == self._pid
 
     def open(self) -> None:
-        """It is built, or a load begins, which writes everything: a failure counts no more."""
+        """Enter OPEN: the optimizer is built, or a load begins, which overwrites everything."""
         self._stage = Stage.OPEN
-        self._failure = None  # its traceback holds views
+        self._failure = None  # its traceback keeps views alive
 
     def close(self) -> None:
-        """From here on nothing but another ``close()`` is allowed."""
+        """Enter CLOSED: only another ``close()`` is allowed."""
         self._stage = Stage.CLOSED
         self._failure = None
 
@@ -71,7 +71,7 @@ class Lifecycle:
         """Refuse use of an optimizer that is closed, inherited by a fork, or failed.
 
         Raises:
-            ClosedError: the first two.
+            ClosedError: it is closed or inherited.
             LaneError: an earlier update failed; the original exception is its cause.
         """
         check_open("an optimizer", self._pid, is_closed=self.closed)
@@ -84,23 +84,23 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def turn(self, what: str, *, within: str = "") -> Iterator[None]:
-        """Inside, no other call has the optimizer: other threads wait, and Ctrl-C arrives at the
-        end, or where ``let_through()`` says so.
+        """Hold the optimizer for one call: other threads wait, and Ctrl-C takes effect at the end,
+        or inside ``let_through()``.
 
         Args:
             what: the call.
-            within: a call that may have the turn, and uses this one.
+            within: a call that may hold the turn and use this one.
 
         Raises:
-            BusyError: another call on this thread has the turn, which a signal handler or a
-                callback interrupted. Waiting would never end.
+            BusyError: a signal handler or callback interrupted another call of this thread that
+                holds the turn, so waiting would never end.
         """
-        if not self.is_ours:  # the lock of a fork may stay taken
+        if not self.is_ours:  # a fork's lock may stay taken
             yield
             return
-        with self._lock:  # first without held_back(): Ctrl-C ends this wait
+        with self._lock:  # outside defer_sigint(), so that Ctrl-C ends this wait
             pass
-        with held_back(), self._lock:
+        with defer_sigint(), self._lock:
             if self._running != within:
                 self.check_free(what)
             before, self._running = self._running, what
@@ -117,7 +117,7 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def held(self, what: str) -> Iterator[None]:
-        """Inside, other threads wait as at a :meth:`turn`, and this one's calls go on.
+        """Make other threads wait as for a :meth:`turn`, while this thread may call the optimizer.
 
         Raises:
             BusyError: as of :meth:`turn`.
@@ -135,13 +135,13 @@ class Lifecycle:
         if self._running:
             raise BusyError(
                 f"{what} in the middle of {self._running}",
-                reason="a signal handler or a callback called it on the same thread, while some "
-                "parameters are a step ahead of others",
-                remedy="let the handler set a flag, and look at the flag after step()",
+                reason="a signal handler or callback called it while some parameters are a "
+                "step ahead of others",
+                remedy="let the handler set a flag, and read the flag after step()",
             )
 
     def outside(self, call: Callable[[], Any]) -> Callable[[], Any]:
-        """``call``, to be called inside of a turn, with the turn given up meanwhile."""
+        """Wrap ``call``, for use inside a turn, so that it runs without the turn."""
 
         def run() -> Any:
             running, self._running = self._running, ""
@@ -156,14 +156,14 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def failing(self, what: str, *keep: type[Exception]) -> Iterator[None]:
-        """An exception inside makes the optimizer failed.
+        """Mark the optimizer failed if an exception is raised inside.
 
         Args:
             what: the call, for the message.
-            keep: exceptions of these classes stay what they are, as KeyboardInterrupt does.
+            keep: classes of exceptions to raise unchanged, like KeyboardInterrupt.
 
         Raises:
-            LaneError: in place of another exception, which is its cause.
+            LaneError: wraps any other exception, as its cause.
         """
         try:
             yield
@@ -174,7 +174,9 @@ class Lifecycle:
                 raise
             reason = str(error) if isinstance(error, OffloadError) else repr(error)
             cause: BaseException = error
-            if isinstance(error, LaneError):  # of the host lane's thread: the remedy is the same
+            if isinstance(
+                error, LaneError
+            ):  # from the thread that updates on the CPU: the remedy is the same
                 reason, cause = f"{error.what}: {error.reason}", error.__cause__ or error
                 self._failure = cause
             raise LaneError(f"{what} failed", reason=reason, remedy=_START_OVER) from cause

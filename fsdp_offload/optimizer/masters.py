@@ -1,11 +1,11 @@
-"""fp32 masters and the weights that they belong to: which of the two is the newer one.
+"""Keep fp32 masters and their weights in sync: decide which of the two is newer.
 
-Updates write the weight from its master. Others write weights alone: a load into the module, or
-the caller by hand. Then the master has to become the weight, and only where the two differ, since
-a master holds bits that its weight has not. Loads into the module given as ``model=`` are noticed
-by hooks. Whole masters are compared with their weights by value, in each update and when state is
-read. A bf16 weight and a remainder of 16 bits have no value to compare: after a
-write by hand the master is at most half a bf16 step off, until ``resync()``.
+Updates write the weight from its master. Loads into the module, and the caller, write only weights.
+Then the master has to become the weight, but only where the two differ, because a master has more
+bits. Hooks notice loads into the module given as ``model=``. Whole masters are compared with their
+weights by value, in each update and when state is read. A bf16 weight with a 16-bit remainder
+cannot be compared: after the caller wrote the weight, the master is at most half a bf16 step off,
+until ``resync()``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .device_state import DeviceState
 from .lifecycle import Lifecycle
 from .reservation import Reservation
 
-_CHUNK = 1 << 20  # elements that a checksum looks at together: 16 MiB of temporaries
+_CHUNK = 1 << 20  # elements per step of a checksum: 16 MiB of temporaries
 
 
 class Masters:
@@ -36,23 +36,24 @@ class Masters:
         self._life, self._reserved, self._view = life, reserved, reserved.view
         self._device_state = device_state
         self.come_with_weights = False
-        """From a load of the optimizer's state to the next step: weights loaded meanwhile are those
-        that the loaded masters belong to."""
-        self._compared: Tensor | None = None  # checksums of weights that masters agree with
+        """True from a load of the optimizer's state to the next step: weights loaded meanwhile
+        belong to the loaded masters."""
+        self._compared: Tensor | None = None  # checksums of weights that match the masters
         self._before_load: Tensor | None = None  # checksums of weights
 
     def changed(self) -> None:
-        """Masters, or weights, are written here: compare them anew when state is read."""
+        """Record that this package wrote masters or weights, so the next read of state compares
+        them again."""
         self._compared = None
 
     def follow_weights(self) -> None:
-        """Whole masters become weights that were written since, where the two differ."""
+        """Set whole masters from weights that were written since, where the two differ."""
         whole = [p for p in self._reserved.params if p.form is MasterForm.WHOLE]
         if not whole or any(storages.is_empty(dtensor.local(p.parameter)) for p in whole):
-            return  # nothing can have been written into what has no memory
+            return  # freed memory cannot have been written
         with torch.no_grad():
-            # On the device: a loop that reads the state of one parameter after the other would
-            # else compare all masters each time.
+            # Checksums on the device, because a loop that reads one parameter's state after the
+            # other would otherwise compare all masters each time.
             now = weight_checksums(whole)
             if self._compared is None or not torch.equal(now, self._compared):
                 self._reserved.engine.ring.discard()
@@ -61,16 +62,16 @@ class Masters:
             self._compared = now
 
     def set_from_weights(self, params: Sequence[ParamState]) -> None:
-        """Masters become their weights."""
+        """Set masters from their weights."""
         with torch.no_grad():
             for param in params:
                 state_io.write_master(param, {})
             self.changed()
 
     def forget_frozen(self) -> None:
-        """Drop masters that were loaded for parameters which are not trained now."""
+        """Drop masters that were loaded for frozen parameters."""
         if not is_torch_class(self._reserved.inner):
-            return  # its state may have entries of these names
+            return  # its state may have entries with these names
         for shown in self._view.unmanaged(self._reserved.params).values():
             for form in (MasterForm.REMAINDER, MasterForm.WHOLE):
                 shown.pop(form.value, None)
@@ -78,13 +79,13 @@ class Masters:
     # ------------------------------------------------------------------ loads into the module
 
     def before_load(self) -> None:
-        """The module is about to be loaded.
+        """Prepare for a load into the module.
 
         Raises:
-            AwayError: there are masters that would have to follow, and state is offloaded.
+            AwayError: masters would have to follow, and state is offloaded.
         """
         if not self._life.is_ours:
-            return  # a forked process has the module, and none of the state
+            return  # a forked process has the module but not the state
         with self._life.turn("a load into the model"):
             self._note_weights()
 
@@ -93,14 +94,14 @@ class Masters:
         if mastered:
             self._device_state.check("a load into the model")
         self._before_load = None
-        # torch's helpers show the state, load weights and state into it in place, and only then
-        # call the load methods, the module's first. So where state was shown, masters may have
-        # come with these weights, and only a change that this very load makes is a new weight.
+        # torch's helpers read the state, load weights and state into it in place, and only then
+        # call the load methods, the module's first. So if state was read, masters may have come
+        # with these weights, and only a change by this load itself makes a new weight.
         if self._view.may_be_written and not self.come_with_weights and mastered:
             self._before_load = weight_checksums(mastered)
 
     def after_load(self) -> None:
-        """The module was loaded: masters become its weights, unless they came with them."""
+        """Set masters from the loaded weights, unless both were loaded together."""
         if self.come_with_weights or not self._life.is_ours:
             return
         with self._life.turn("a load into the model"):
@@ -120,7 +121,7 @@ class Masters:
 
 
 def weight_checksums(params: Sequence[ParamState]) -> Tensor:
-    """A checksum of each parameter's shard: 1-D int64, on the CPU.
+    """Compute a checksum of each parameter's shard: 1-D int64, on the CPU.
 
     ``sum((2 i + 1) * bits[i])`` in wrapping int64: any one changed element changes it (an odd
     factor times a nonzero difference below 2^32 is never 0 modulo 2^64), and so does any swap of
@@ -141,9 +142,9 @@ def weight_checksums(params: Sequence[ParamState]) -> Tensor:
 
 
 class ModuleHook:
-    """Calls a method whenever a module is read or loaded, as long as its object lives.
+    """Calls a method when a module is read or loaded, as long as the method's object lives.
 
-    A copied or pickled module takes along a hook that does nothing.
+    A copied or pickled module gets a hook that does nothing.
     """
 
     def __init__(self, method: Callable[[], None] | None = None) -> None:
@@ -159,7 +160,7 @@ class ModuleHook:
 
 
 def watch_loads(models: Sequence[nn.Module], masters: Masters) -> list[RemovableHandle]:
-    """Let masters follow each load into one of ``models``."""
+    """Install hooks that update masters after each load into one of ``models``."""
     before, after = ModuleHook(masters.before_load), ModuleHook(masters.after_load)
     handles = []
     for model in models:
@@ -169,7 +170,8 @@ def watch_loads(models: Sequence[nn.Module], masters: Masters) -> list[Removable
 
 
 def watch_reads(models: Sequence[nn.Module], before: Callable[[], None]) -> list[RemovableHandle]:
-    """Call the method before weights of ``models``, or of a module in them, are read or loaded."""
+    """Install hooks that call ``before`` when weights of ``models``, or of a module in them, are
+    read or loaded."""
     handles = []
     for module in (module for model in models for module in model.modules()):
         hook = ModuleHook(before)
@@ -179,13 +181,13 @@ def watch_reads(models: Sequence[nn.Module], before: Callable[[], None]) -> list
 
 
 def remove_all(handles: list[RemovableHandle]) -> None:
-    """Remove these hooks; idempotent."""
+    """Remove these hooks. Idempotent."""
     while handles:
         handles.pop().remove()
 
 
 def tell_loaded(model: nn.Module) -> None:
-    """Call what follows a load into ``model``: its weights were written by other means."""
+    """Call the hooks of a load into ``model``, after other code wrote its weights."""
     for hook in list(model._load_state_dict_post_hooks.values()):
         if isinstance(hook, ModuleHook):
             hook()

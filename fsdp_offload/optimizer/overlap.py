@@ -1,18 +1,17 @@
-"""Updates that run beside forward and backward: who may read what, and when.
+"""Run updates beside forward and backward, and gate readers of parameters.
 
 ``overlap="forward"``: ``step()`` returns when the updates are enqueued. Each FSDP2 group is a
-*gate*: before its shards are read for an all-gather, the reading stream waits for the updates of
-this group alone. All other code that uses a shard, or a gradient, waits by itself: see [Note: gated
-shards].
+*gate*: before an all-gather reads its shards, the reading stream waits for the updates of this
+group only. All other code waits when it uses a shard or a gradient: see [Note: gated shards].
 
-``overlap="backward"``: besides, when a group's gradients have been reduced, they are taken, and
-the buckets that are complete, in the lanes' order, are enqueued at once. ``step()`` does the rest.
-A gradient that was taken is *spent*: using it is an error.
+``overlap="backward"``: also takes a group's gradients after their reduction, and enqueues the
+complete buckets at once, in order. ``step()`` does the rest. A taken gradient is *spent*: using it
+is an error.
 
-Parameters that no FSDP2 group holds have no gate: the stream that called ``step()`` waits for them.
+Parameters outside FSDP2 groups have no gate: the stream that called ``step()`` waits for them.
 
-A CUDA graph that replays a forward or a backward calls no Python, so it passes no gate. The first
-capture that comes to a gate therefore turns the optimizer to ``"step"`` for good.
+A CUDA graph that replays a forward or backward calls no Python, so it skips the gates. Therefore
+the first capture that reaches a gate turns the optimizer to ``"step"`` for good.
 """
 
 from __future__ import annotations
@@ -47,39 +46,39 @@ from .lifecycle import Lifecycle
 from .ring import Mark
 
 ASSUMED_MS_PER_BYTE: Final = 1 / 50e6
-"""Of the link, each way, until it has been measured: PCIe 5 x16."""
+"""Assumed speed of the link, each way, until measured: PCIe 5 x16."""
 ASSUMED_BACKWARD_SHARE: Final = 1 / 3
-"""How long a backward takes, compared with the transfers, until it has been measured."""
+"""Assumed duration of a backward, as a share of the transfers, until measured."""
 REORDER_AFTER: Final = frozenset((3, 6, 12, 48))
-"""Steps after which the order follows what was measured. Each time the transfers run empty."""
+"""Steps after which the order follows measurements. Each reordering drains the transfers."""
 
 
 class Owner(Protocol):
-    """The optimizer, as the hooks see it."""
+    """The optimizer as the hooks see it."""
 
     life: Lifecycle
 
-    # An iteration whose first gradients have arrived. More state may be reserved for it, and
-    # Overlap.attach called.
+    # Begins an iteration when its first gradients arrive. May reserve more state, and call
+    # Overlap.attach.
     def begin_in_backward(self) -> Work: ...
 
-    # Raises where an update has failed, or ``what`` needs memory that is offloaded.
+    # Raises if an update has failed, or ``what`` needs offloaded memory.
     def check_present(self, what: str) -> None: ...
 
 
 @dataclass(eq=False)
 class Gate:
-    """One FSDP2 group: what must have happened before its shards are read."""
+    """One FSDP2 group: events to wait for before its shards are read."""
 
-    group: Group | None  # None: the parameters that no group holds
+    group: Group | None  # None: the parameters outside groups
     params: list[ParamState] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    is_pending: bool = False  # updates are still to be enqueued: there are no events yet
-    held: list[object] = field(default_factory=list)  # what the updates read
-    is_asked: bool = False  # a stream waits, or has waited, for the events
-    is_taken: bool = False  # its gradients were, and step() is still to come
-    rank: int = 0  # when the forward came here, compared with other gates
-    reduced: TimedEvent | None = None  # when this backward's gradients were there
+    is_pending: bool = False  # updates are not enqueued yet, so there are no events
+    held: list[object] = field(default_factory=list)  # tensors that the updates read
+    is_asked: bool = False  # whether a stream waits, or has waited, for the events
+    is_taken: bool = False  # its gradients were taken, and step() is still to come
+    rank: int = 0  # position of the gate in the forward
+    reduced: TimedEvent | None = None  # after this backward's reduction
     gated: dtensor.Gated = field(default_factory=list)
     gradients: dtensor.GatedGradients = field(default_factory=dtensor.GatedGradients)
 
@@ -88,47 +87,48 @@ class Gate:
         """Whether shards may not be read without a wait."""
         return bool(self.events or self.is_pending or self.is_taken)
 
-    def let_use(self) -> None:
-        """Shards and gradients are used without a wait from now on."""
+    def open(self) -> None:
+        """Stop gating shards and gradients."""
         dtensor.open_gate(self.gated)
         self.gradients.open()
 
     def __del__(self) -> None:
-        self.let_use()  # the optimizer is gone, and has waited for its updates
+        self.open()  # the dead optimizer has waited for its updates
 
 
 @dataclass(frozen=True)
 class Times:
-    """What was measured in one iteration; the device may not have come to the end of it yet."""
+    """Measurements of one iteration, which the device may not have finished yet."""
 
     reduced: list[TimedEvent | None]  # per gate
     marks: list[Mark]  # of the ring
 
     def are_known(self) -> bool:
-        """Whether everything has been reached."""
+        """Whether the device has reached all of them."""
         events = [event for event in self.reduced if event is not None]
         events += [time for _, time in self.marks[-1:]]
         return all(event.query() for event in events)
 
     def ready_ms(self) -> list[float]:
-        """Per gate, since the backward's first gradients; none, if nothing was measured."""
+        """Return times per gate since the first gradients of the backward; empty if nothing was
+        measured."""
         known = [event for event in self.reduced if event is not None]
         times = [None if e is None else known[0].elapsed_time(e) for e in self.reduced]
         reached = [time for time in times if time is not None]
         if not reached:
             return []
-        # What has no gradient is decided at step(), after all others.
+        # Parameters without gradient are decided in step(), after all others.
         return [(max(reached) if time is None else time) - min(reached) for time in times]
 
     def ms_per_byte(self) -> float | None:
-        """Of the link, each way, in the best stretch between two marks."""
+        """Return the link's best speed between two marks, each way."""
         spans = [(a[1].elapsed_time(b[1]), b[0] - a[0]) for a, b in pairwise(self.marks)]
         return min((ms / n_bytes for ms, n_bytes in spans if n_bytes), default=None) or None
 
 
 class Overlap:
-    """Gates, spent gradients, and the iteration that has begun in backward. The owner is not kept
-    alive; with ``in_backward`` gradients are taken in backward."""
+    """Gates, spent gradients, and the iteration that began in backward. Does not keep the owner
+    alive; ``in_backward`` takes gradients in backward."""
 
     def __init__(
         self, owner: Owner, groups: Sequence[Group], engine: Engine, *, in_backward: bool
@@ -137,22 +137,22 @@ class Overlap:
         self._engine, self._backend, self._in_backward = engine, engine.backend, in_backward
         self.gates = [Gate(group) for group in groups]
         self._ungated = Gate(None)
-        self.is_off = False  # a capture was seen: step() waits for its updates
+        self.is_off = False  # after a capture: step() waits for its updates
         self._warned = False
         self._spent: dict[Tensor, SpentGradient] = {}
         self._accumulating = 0
-        self._passed = 0  # gates that the forward has come to since the last step
+        self._passed = 0  # gates that the forward has reached since the last step
         self._steps = 0
         self._watched: Times | None = None
         self.work: Work | None = None
-        """The iteration that has begun in backward; ``step()`` ends it."""
+        """The iteration that began in backward; ``step()`` ends it."""
         ends = contextlib.ExitStack()
         for index, group in enumerate(groups):
             ends.callback(group.watch(index, self, engine.backend))
         self.unwatch: Callable[[], object] = weakref.finalize(self, ends.close)
 
     def attach(self, params: Sequence[ParamState], engine: Engine) -> None:
-        """Tell gates and buckets of each other, whenever parameters are added."""
+        """Connect gates and buckets, after parameters were added."""
         self._engine = engine
         by_parameter = {param.parameter: param for param in params}
         self._spent = {p: spent for p, spent in self._spent.items() if p in by_parameter}
@@ -177,35 +177,35 @@ class Overlap:
 
     @property
     def has_taken(self) -> bool:
-        """Whether gradients were consumed that ``step()`` has not been called for."""
+        """Whether gradients were consumed since the last ``step()``."""
         return self.work is not None
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Inside, backward leaves gradients in ``.grad``: more will be added."""
+        """Make backward leave gradients in ``.grad`` inside, because more will be added."""
         self._accumulating += 1
         try:
             yield
         finally:
             self._accumulating -= 1
 
-    def spend(self, params: Sequence[ParamState]) -> None:
-        """From here on their gradients belong to the optimizer."""
+    def consume(self, params: Sequence[ParamState]) -> None:
+        """Replace the gradients of ``params`` by stand-ins: the optimizer owns them now."""
         for param in params:
             if param.parameter.grad is not None:
                 param.parameter.grad = self._spent.get(param.parameter)
 
     def clear_spent(self, *, set_to_none: bool = True) -> None:
-        """What ``zero_grad()`` does for stand-ins."""
+        """Clear stand-ins, like ``zero_grad()``."""
         for parameter in self._spent:
             if is_spent(parameter.grad):
                 parameter.grad = None if set_to_none else dtensor.zero_gradient(parameter)
 
     def check_taken(self, work: Work) -> None:
-        """Refuse gradients that were assigned, or dropped, after their update.
+        """Refuse gradients that the caller replaced or cleared after their update.
 
         Raises:
-            SpentGradientError: there was one. They are forgotten, so the next ``step()`` works.
+            SpentGradientError: there is one. They are forgotten, so the next ``step()`` works.
         """
         params = [param for gate in self.gates for param in gate.params]
         taken = [param for param in params if work.gradients[param.index] is not None]
@@ -217,18 +217,18 @@ class Overlap:
     # ------------------------------------------------------------------ step()
 
     def begin(self) -> None:
-        """Before an iteration's first update: what the last one left behind is waited for."""
+        """Wait for leftovers of the last iteration before the first update."""
         current = self._backend.current_stream()
         self._engine.ring.complete()
         for index, gate in enumerate(self.gates):
             self._note_events(index)
-            if gate.events:  # the forward has not come here since
+            if gate.events:  # the forward has not reached it since
                 for event in gate.events:
                     current.wait(event)
                 self._open(gate)
 
     def close(self, work: Work) -> None:
-        """After ``step()`` has enqueued all updates: close the gates."""
+        """Close the gates after ``step()`` has enqueued all updates."""
         current = self._backend.current_stream()
         if self.is_off:
             self._engine.finish(current)
@@ -245,37 +245,38 @@ class Overlap:
                 dtensor.close_gate(gate.gated, wait)
                 if not self._in_backward:
                     gate.gradients.close([param.parameter for param in gate.params], wait)
-            # The snapshot too: its tensors (learning rate, clipping) are of the caller's stream.
+            # The snapshot, too: its tensors (learning rate, clipping) belong to the caller's
+            # stream.
             gradients = (work.taken.get(r.index, work.gradients[r.index]) for r in gate.params)
             gate.held = [work.snapshot, *(g for g in gradients if g is not None)]
             if self._in_backward:
-                self.spend(gate.params)
+                self.consume(gate.params)
         self.work, self._passed = None, 0
         self._steps += 1
         self._reorder_when_measured()
 
     def open_all(self) -> None:
-        """Everything has been waited for, or is written anew."""
+        """Open all gates: everything has been waited for, or will be overwritten."""
         for gate in self.gates:
             self._open(gate)
 
     def give_up(self) -> None:
-        """Everything is written anew: what has begun counts no more, nor do updates that failed."""
+        """Drop running and failed updates, because everything will be overwritten."""
         self.work = None
         self.open_all()
         self.clear_spent()
 
     def let_read(self) -> None:
-        """Shards are used without a wait from now on, whether or not updates have failed."""
+        """Stop gating shards, even after failed updates."""
         for gate in self.gates:
-            gate.let_use()
+            gate.open()
 
     def enqueue(self, index: int | None = None) -> None:
-        """Let all updates of a gate be enqueued, and more as there is room; None: all of all gates.
+        """Enqueue all updates of a gate, and more while queues have room; None: those of all gates.
 
         Raises:
-            BusyError: they are being enqueued: a signal handler uses parameters.
-            LaneError: one failed.
+            BusyError: a signal handler uses parameters while updates are being enqueued.
+            LaneError: an update failed.
         """
         ring, owner = self._engine.ring, self._find_owner()
         is_due = index is not None and self.gates[index].is_pending
@@ -292,7 +293,7 @@ class Overlap:
             ring.advance()
 
     def is_pending(self, index: int) -> bool:
-        """Whether updates of a gate are still to be enqueued."""
+        """Return whether updates of a gate are not enqueued yet."""
         return self.gates[index].is_pending and not self._engine.has_enqueued(index)
 
     def _note_events(self, index: int) -> None:
@@ -305,12 +306,11 @@ class Overlap:
     @staticmethod
     def _open(gate: Gate) -> None:
         gate.events, gate.held, gate.is_taken, gate.is_pending = [], [], False, False
-        gate.let_use()
+        gate.open()
 
     # ------------------------------------------------------------------ the lanes' order
 
     def _assumed_ready_ms(self) -> list[float]:
-        """Per gate, before anything was measured."""
         if not self._in_backward:
             return [0.0] * len(self.gates)
         sizes = [float(sum(r.spec.state_bytes for r in gate.params)) for gate in self.gates]
@@ -318,7 +318,7 @@ class Overlap:
         return assumed_ready_ms(sizes, link_ms * ASSUMED_BACKWARD_SHARE)
 
     def _reorder_when_measured(self) -> None:
-        """Follow the times of an earlier iteration, as soon as the device has gone through it."""
+        """Reorder by the times of an earlier iteration, once the device has finished it."""
         if self._steps in REORDER_AFTER:
             self._engine.ring.complete()
             reduced = [gate.reduced for gate in self.gates]
@@ -332,12 +332,12 @@ class Overlap:
         self._engine.ring.complete()
         if not self._in_backward:
             self._reorder([0.0] * len(self.gates), ASSUMED_MS_PER_BYTE)
-        elif ready_ms:  # without a measured link nothing travels
+        elif ready_ms:  # without a measured link nothing moves
             self._reorder(ready_ms, ms_per_byte or ASSUMED_MS_PER_BYTE)
 
     def _reorder(self, ready_ms: Sequence[float], ms_per_byte: float) -> None:
         count = sum(len(gate.params) for gate in self._all_gates())
-        # Ungated parameters: the stream of step() waits for them, so they come first.
+        # Ungated parameters come first, because the stream of step() waits for them.
         by_param, ranks = [max(ready_ms, default=0.0)] * count, [-1] * count
         for gate, ready in zip(self.gates, ready_ms, strict=True):
             for param in gate.params:
@@ -364,7 +364,7 @@ class Overlap:
         if owner is None or not gate.is_closed:
             return
         self.enqueue(index)
-        with span("wait"), owner.life.failing(what):  # of the host lane's thread
+        with span("wait"), owner.life.failing(what):  # raised by the thread that updates on the CPU
             for event in gate.events:
                 stream.wait(event)
             if gate.is_taken:
@@ -379,7 +379,8 @@ class Overlap:
             )
 
     def _turn_off_in_capture(self) -> None:
-        """See the module's docstring; what is under way is waited for here, by the host."""
+        """Turn overlap off, and make the host wait for running updates; see the module's
+        docstring."""
         if self.is_off or not self._backend.is_capturing():
             return
         self.is_off, self._in_backward = True, False
@@ -391,12 +392,12 @@ class Overlap:
                     event.synchronize()
         self.open_all()
         warn(
-            'overlap="step" from now on: a CUDA graph capture holds a forward or a backward, and '
-            "its replays do not wait for updates beside them"
+            'overlap="step" from now on: a CUDA graph capture contains a forward '
+            "or backward, and its replays cannot wait for updates"
         )
 
     def before_use(self, index: int) -> None:
-        """The user's code is about to use a shard or a gradient of this gate."""
+        """Wait before user code uses a shard or a gradient of this gate."""
         if not self.gates[index].is_closed:
             return
         self._turn_off_in_capture()
@@ -404,13 +405,12 @@ class Overlap:
         self._wait(index, current, "using a parameter or a gradient after step()")
 
     def _waiting(self, index: int) -> Callable[[], None]:
-        """What a use of a shard or a gradient of this gate calls first."""
         return functools.partial(_wait, weakref.ref(self), index)
 
     def after_gather(self, index: int) -> None:
         """See :class:`..core.fsdp.Watcher`."""
         gate = self.gates[index]
-        if gate.events and gate.is_asked:  # else the gather began before the updates did
+        if gate.events and gate.is_asked:  # else the gather began before the updates
             gate.rank = self._passed
             self._passed += 1
             self._open(gate)
@@ -445,42 +445,45 @@ class Overlap:
                 self._take(index, reduced, owner)
 
     def _take(self, index: int, reduced: Event, owner: Owner) -> None:
-        """Gradients of a gate are final after ``reduced``: update the buckets that are complete."""
+        """Take the gradients of a gate, final after ``reduced``, and update the complete
+        buckets."""
         gate = self.gates[index]
-        # Where there is none now, it is decided at step() that there is none.
+        # step() decides that a parameter has no gradient.
         gradients = [gradient_of(param) for param in gate.params]
         if all(gradient is None for gradient in gradients):
             return
         if self.work is None:
-            self.work = owner.begin_in_backward()  # gate.params may be others then, in this order
+            self.work = (
+                owner.begin_in_backward()
+            )  # gate.params may have changed by then, in this order
         with owner.life.failing("backward()"):
             for param, gradient in zip(gate.params, gradients, strict=True):
                 if gradient is not None:
                     self.work.put(param.index, gradient)
                     self.work.ready[param.index] = reduced
-            self.spend(gate.params)
+            self.consume(gate.params)
             gate.is_taken = True
             dtensor.close_gate(gate.gated, self._waiting(index))
             self._engine.offer(self.work)
 
 
 def _wait(find: Callable[[], Overlap | None], index: int) -> None:
-    """Before a shard is used; an optimizer that is gone has waited for its updates."""
+    """Wait before a shard is used; a dead optimizer has waited for its updates."""
     overlap = find()
     if overlap is not None:
         overlap.before_use(index)
 
 
 def can_overlap(inner: Optimizer) -> bool:
-    """Whether its updates may run beside other work: slice by slice, without a collective."""
+    """Whether its updates may overlap other work: slice by slice, without a collective."""
     return is_torch_class(inner) and not works_on_matrices(inner)
 
 
 def with_overlap(
     config: OffloadConfig, inner: Optimizer, models: Sequence[nn.Module]
 ) -> OffloadConfig:
-    """With ``overlap`` as it was asked for, else ``"forward"`` where an FSDP2 module waits for each
-    parameter that is trained."""
+    """Set ``overlap`` as requested, else to ``"forward"`` if FSDP2 modules hold all trained
+    parameters."""
     if config.overlap is not None:
         return config
     gated = {p for group in find_groups(models) for p in group.parameters}
@@ -488,7 +491,8 @@ def with_overlap(
     is_gated = bool(trained) and gated.issuperset(trained)
     if models and not gated and can_overlap(inner) and is_rank_0():
         logging.getLogger("fsdp_offload").info(
-            "step() waits for all transfers, unless model = fsdp_offload.shard(model) comes first"
+            "step() waits for all transfers: to hide them, call fsdp_offload.shard(model) before "
+            "building the optimizer"
         )
     return replace(config, overlap="forward" if is_gated and can_overlap(inner) else "step")
 
@@ -499,10 +503,10 @@ def make_overlap(
     models: Sequence[nn.Module],
     engine: Engine,
 ) -> Overlap | None:
-    """What the engine's ``config.overlap`` asks for; None where ``step()`` waits for everything.
+    """Build the overlap of ``config.overlap``; None if ``step()`` waits for everything.
 
     Raises:
-        ConfigError: no FSDP2 module, or ``inner`` cannot be updated slice by slice.
+        ConfigError: no FSDP2 module, or ``inner`` cannot update slice by slice.
     """
     mode = engine.config.overlap
     if mode == "step":
@@ -511,13 +515,13 @@ def make_overlap(
     if not groups:
         raise ConfigError(
             f"overlap={mode!r} without an FSDP2 module in model=",
-            reason="each FSDP2 module waits for its own parameters, and there is none",
+            reason="only FSDP2 modules wait for their own parameters",
             remedy='call fsdp_offload.shard(model) first and pass model=, or use overlap="step"',
         )
     if not can_overlap(inner):
         raise ConfigError(
             f"overlap={mode!r} with {type(inner).__name__}",
-            reason="only element-wise classes of torch.optim can be updated slice by slice, "
+            reason="only torch.optim's element-wise classes can update slice by slice, "
             "beside other work",
             remedy='use overlap="step"',
         )

@@ -95,7 +95,7 @@ class Reservation:
         if backend.device != self.backend.device:
             raise DeviceError(
                 f"parameters on {backend.device}",
-                reason=f"this optimizer streams over the link of {self.backend.device}",
+                reason=f"this optimizer uses the link of {self.backend.device}",
                 remedy="move them there, or wrap another optimizer for them",
             )
         params, natives = self.inventory.plan(added, lanes=lanes)
@@ -191,8 +191,8 @@ class Reservation:
                 if missing := missing_kinds(param, self.inventory.schema(param, after)):
                     raise StateDictError(
                         f"param_groups[{index}] of the checkpoint",
-                        reason=f"its flags need state {missing}, which is not reserved",
-                        remedy="build the optimizer with the flags of the checkpoint",
+                        reason=f"its options need state {missing}, which is not reserved",
+                        remedy="build the optimizer with the options of the checkpoint",
                     )
             result.append(values)
         return result

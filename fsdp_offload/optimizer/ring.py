@@ -1,7 +1,7 @@
-"""The ring: state comes from host memory, is updated on the device, and goes back.
+"""The ring: stream state from host memory through device slots, update it there, and store it.
 
-The two of its link and ``update``, each in order; an arrow is an event that the right side waits
-for::
+It has three streams, each in order: the link's two, and ``update``. An arrow is an event that the
+right side waits for::
 
     fetch:   [state of b -> slot] --arrived--> update
     update:  [unpack, step, pack] --updated--> store
@@ -10,23 +10,22 @@ for::
 Fetches and stores overlap each other (the link is full duplex) and everything else. ``update``
 waits for the gradients, and code that reads parameters waits for ``updated``.
 
-Buckets pass in a fixed *order*, through ``n`` slots in turn (those that stay excepted). The *head*
-is the next position to be updated; state is fetched up to ``n`` positions before it, also when the
-gradients are still to come, and written back after it. With many slots the two directions come
-loose from each other: where the forward ends and the backward begins, nothing can be updated, but
-the backward's first buckets are fetched while others are still stored, so the link is never
-idle. Fetching goes on past the end of an iteration, into the first positions of the next one
-(*prefetch*), if the arena cannot be written until then: see :meth:`Ring.discard`.
+Buckets pass in a fixed *order* through ``n`` slots in turn, except those that stay. The *head* is
+the next position to be updated; state is fetched up to ``n`` positions ahead of it, even before the
+gradients exist, and stored after it. Many slots decouple the two directions: between forward and
+backward nothing can be updated, but the backward's first buckets are fetched while others are still
+stored, so the link is never idle. Fetching continues past the end of an iteration into the first
+positions of the next one (*prefetch*), if nothing can write the arena until then: see
+:meth:`Ring.discard`.
 
-Some buckets have device memory of their own, as large as they are. What an update leaves there is
-what the next one needs, so they travel in neither direction. Their arena is out of date then, and
-so code that reads it calls :meth:`Ring.flush` first, and code that writes into it
-:meth:`Ring.discard`. Updates are the same, so bits do not depend on which buckets stay.
-Buckets without a host copy stay for good: the device has their authoritative state.
+Some buckets stay in their own device memory and do not move. Their arena is out of date, so readers
+of the arena call :meth:`Ring.flush` first, and writers :meth:`Ring.discard`. Updates are the same,
+so bits do not depend on which buckets stay. Buckets without a host copy stay for good: their
+authoritative state is on the device.
 
-Weights that live in host memory (``optimizer/weights.py``) travel with the state of their bucket,
-behind it in its slot. They go back after each update, also from buckets that stay, because gathers
-read host memory. What other code writes there is fetched again before the update.
+Weights in host memory (``optimizer/weights.py``) move with the state of their bucket, after it in
+the slot. They are stored after each update, even in buckets that stay, because gathers read host
+memory. If other code writes a weight, it is fetched again before the update.
 """
 
 from __future__ import annotations
@@ -51,20 +50,20 @@ AHEAD: Final = 48
 """Buckets whose updates may wait in the device's queues. A queue holds about 1,000 commands. The
 host blocks while it is full, and would enqueue no forward beside the updates."""
 MARK_EVERY: Final = 8
-"""Buckets between two readings of the clock."""
+"""Buckets between two timestamps."""
 Mark = tuple[int, TimedEvent]
-"""Bytes of an iteration that were written back, and when."""
+"""Bytes of an iteration stored so far, and the time."""
 
 
 class WeightSlot(Protocol):
-    """Device memory of weights."""
+    """Device memory of weights in host memory."""
 
     free: Event | None
     arrived: Event
 
 
 class WeightSlots(Protocol):
-    """Those of weights that live in host memory: see ``optimizer/weights.py``."""
+    """The slots of weights in host memory: see ``optimizer/weights.py``."""
 
     # Whether slots have all weights of a block as they are now.
     def has(self, block: Block) -> bool: ...
@@ -77,52 +76,52 @@ class WeightSlots(Protocol):
 
 
 class Ring:
-    """All buckets that are updated on the device, in order, over a ring of slots.
+    """All buckets that are updated on the device, in order, through a ring of slots.
 
     Args:
-        overlap: what updates run beside. With ``"step"`` the link is the ring's alone; else copies
-            of others to the device have to get through.
+        overlap: the phase that updates overlap. With ``"step"``, the ring uses the link alone; else
+            other copies to the device have to get through.
     """
 
     def __init__(self, backend: Backend, overlap: str) -> None:
         self.buckets: list[RingBucket] = []
         self.slots: list[Tensor] = []  # uint8, each as large as the largest bucket
-        self.staying: dict[int, Tensor] = {}  # uint8 memory of each bucket that stays, by its index
+        self.staying: dict[int, Tensor] = {}  # uint8 memory of each bucket that stays, by index
         self.order: list[int] = []
-        self._positions: list[int] = []  # of each bucket in the order
-        self.sizes: dict[int, int] = {}  # device memory of each bucket that has a host copy
-        self._away_until: dict[int, int] = {}  # steps before which buckets do not stay
+        self._positions: list[int] = []  # position of each bucket in the order
+        self.sizes: dict[int, int] = {}  # device bytes of each bucket with a host copy
+        self._away_until: dict[int, int] = {}  # by bucket, the step before which it does not stay
         self._deadlines: Sequence[int] = []  # the buckets, in the order of service
-        self._ranks: Sequence[int] = []  # of each, in the forward
+        self._ranks: Sequence[int] = []  # rank of each in the forward
         self._backend, self.overlap = backend, overlap
         self._use = SlotUse((), (0,))
-        self.gradients: GradientSlots | None = None  # where gradients come from host memory
+        self.gradients: GradientSlots | None = None  # if gradients come from host memory
         self.find_weights: Callable[[], WeightSlots | None] = lambda: None
-        """Which get what updates have changed; they outlive the ring."""
+        """Finds slots of weights in host memory, which outlive the ring."""
         self.link = Link(backend, "state", turn_bytes=None if overlap == "step" else TURN_BYTES)
-        self._free: list[Event | None] = []  # of each slot: when the last store has ended
-        self._work: Work | None = None  # that may have buckets to be enqueued
+        self._free: list[Event | None] = []  # per slot: event after its last store
+        self._work: Work | None = None  # of an iteration that may have buckets to enqueue
         self._start: Event | None = None  # see run()
-        self._waited = set[Event]()  # by updates of this iteration, on one stream
+        self._waited = set[Event]()  # events of gradients that updates of this iteration wait for
         self._waiting = deque[Event]()  # ends of updates in the device's queues
         self.is_busy = False
         """Whether updates are being enqueued now."""
         self._head = 0  # next position to be updated
-        self._travelled = 0  # buckets of this iteration that were written back
-        self._fetched = 0  # positions from here on are not in a slot yet
-        self.moved_bytes = 0  # written back in the last iteration
+        self._travelled = 0  # stored buckets of this iteration
+        self._fetched = 0  # first position that is not in a slot yet
+        self.moved_bytes = 0  # stored in the last iteration
         self._moved_bytes = 0  # in this one
-        self.fetched_bytes = 0  # fetched between the end of the one before it and its own
+        self.fetched_bytes = 0  # fetched for the last iteration, prefetches included
         self._fetched_bytes = 0
         self.marks: list[Mark] = []  # of the last iteration
         self._marks: list[Mark] = []  # of this one
 
     def append(self, buckets: Sequence[RingBucket], allowed_bytes: int) -> None:
-        """Add buckets, the last in the order of the forward; an iteration that has begun has them
-        to its end. ``allowed_bytes``: see :meth:`fit`.
+        """Add buckets at the end of the forward's order; a running iteration updates them last.
+        ``allowed_bytes``: see :meth:`fit`.
 
         Raises:
-            torch.OutOfMemoryError: there is less; :meth:`drop_from` takes them out again.
+            torch.OutOfMemoryError: not enough memory; :meth:`drop_from` removes them again.
         """
         self.complete()
         self._use_buckets([*self.buckets, *buckets])
@@ -130,7 +129,7 @@ class Ring:
         self._arrange(staying, slots)
 
     def drop_from(self, count: int) -> None:
-        """Forget buckets that were added after so many."""
+        """Drop all but the first ``count`` buckets."""
         self._use_buckets(self.buckets[:count])
         self.staying = {i: memory for i, memory in self.staying.items() if i < count}
         self._arrange(self.staying, min(len(self.slots), count))
@@ -151,9 +150,10 @@ class Ring:
         """Choose the order of the buckets, between two iterations.
 
         Args:
-            ready_ms: per parameter, when its gradient is there, since the backward's first.
-            ranks: per parameter, when the forward needs it compared with others.
-            ms_per_byte: of the link, in each direction while both are busy.
+            ready_ms: per parameter, when its gradient is ready, counted from the first of the
+                backward.
+            ranks: per parameter, its position in the forward.
+            ms_per_byte: speed of the link, each way with both busy.
         """
         self.complete()
         travelling = self.sizes.keys() - self.staying.keys()
@@ -170,10 +170,10 @@ class Ring:
         self._arrange(self.staying, len(self.slots))
 
     def fit(self, allowed_bytes: int, step: int) -> None:
-        """Use so much memory for slots and buckets that stay. After that step.
+        """Use ``allowed_bytes`` for slots and buckets that stay, after that step.
 
         Raises:
-            torch.OutOfMemoryError: there is less; everything is as before.
+            torch.OutOfMemoryError: not enough memory; nothing has changed.
         """
         slots, staying = self._chosen(allowed_bytes, step)
         left = self.staying.keys() - staying
@@ -181,11 +181,10 @@ class Ring:
         self._away_until.update(dict.fromkeys(left, step + AWAY_STEPS))
 
     def _chosen(self, allowed_bytes: int, step: int = 0) -> tuple[int, frozenset[int]]:
-        """How many slots, and which buckets stay, for so many bytes."""
         order = sorted(self.sizes, key=self._ranks.__getitem__)
         return choose(
             self.sizes,
-            order if self.overlap == "backward" else spread(order),  # those first that shall stay
+            order if self.overlap == "backward" else spread(order),  # sorted by preference to stay
             allowed_bytes,
             staying=self.staying,
             away_until=self._away_until,
@@ -202,12 +201,11 @@ class Ring:
     def arrange(
         self, order: Sequence[int], staying: Collection[int], slots: int | None = None
     ) -> None:
-        """Let buckets pass in this order from now on, let these stay on the device, and give the
-        others so many slots (None: as many as there are). Waits for all transfers. Where there is
-        no memory, everything is as before.
+        """Set the order of buckets, those that stay, and the number of slots (None: as now). Waits
+        for all transfers. Without enough memory, nothing changes.
 
         Raises:
-            torch.OutOfMemoryError: of the device.
+            torch.OutOfMemoryError: not enough device memory.
         """
         self.complete()
         order, done = list(order), self._head
@@ -226,7 +224,7 @@ class Ring:
             self.finish_transfers()
         if not is_same:
             self._take_memory(wanted, count)
-        self.link.keep_order()  # what was prefetched is fetched again
+        self.link.keep_order()  # prefetched state is fetched again
         self._fetched = done
         self.order = order
         stays = [index in wanted or index not in self.sizes for index in order]
@@ -234,7 +232,7 @@ class Ring:
         self._positions = [0] * len(order)
         for position, index in enumerate(order):
             self._positions[index] = position
-        for index, bucket in enumerate(self.buckets):  # slices of a parameter are made in order
+        for index, bucket in enumerate(self.buckets):  # a parameter's slices are made in order
             slot = self._use.slots[self._positions[index]]
             if slot is not None:
                 bucket.forget()
@@ -245,11 +243,10 @@ class Ring:
         return max(self.sizes.values(), default=0)
 
     def _take_memory(self, wanted: frozenset[int], count: int) -> None:
-        """Memory for the buckets that stay and for ``count`` slots; what is not wanted goes."""
         kept = [slot for slot in self.slots[:count] if slot.numel() >= self._slot_bytes]
         own = {i: self._backend.allocate(self.sizes[i]) for i in wanted - self.staying.keys()}
         more = [self._backend.allocate(self._slot_bytes) for _ in range(count - len(kept))]
-        # The caller's stream may still use what it was before.
+        # The caller's stream may still use the previous memory.
         self.link.follow(self._backend.current_stream().record(), stores=False)
         self._write_back([index for index in self.staying if index not in wanted])
         self.staying = {i: memory for i, memory in self.staying.items() if i in wanted} | own
@@ -258,23 +255,23 @@ class Ring:
 
     @property
     def staging_buffers(self) -> list[Tensor]:
-        """Slots, and the memory of buckets that stay."""
+        """Return the slots, and the memory of buckets that stay."""
         return [*self.slots, *self.staying.values()]
 
     @property
     def own_bytes(self) -> int:
-        """Device memory of :attr:`staging_buffers`, whether it is there now or away."""
+        """Bytes of :attr:`staging_buffers`, even while offloaded."""
         return sum(tensor.numel() for tensor in self.staging_buffers)
 
     @property
     def has_begun(self) -> bool:
-        """Whether a bucket of this iteration has been updated."""
+        """Whether this iteration has updated a bucket."""
         return self._head > 0
 
     def run(self, work: Work, start: Event | None = None) -> None:
         """Enqueue buckets in order, as :meth:`advance` does, up to the first without its gradients.
-        When all that will come are there, after ``start``: the rest, without buckets that have
-        none, and the iteration ends."""
+        With ``start``, all gradients are ready after it: enqueue the rest, without buckets that
+        have none, and end the iteration."""
         self._work, self._start = work, start
         if self.gradients is not None:
             buckets = (self.buckets[index].bucket for index in self.order[self._head :])
@@ -347,21 +344,20 @@ class Ring:
         return self._work is None or all(self._positions[i] < self._head for i in buckets)
 
     def updated(self, buckets: Sequence[int]) -> Event | None:
-        """The event after which all of ``buckets`` are updated: one stream, so the last one's;
-        None: the last :meth:`run` left all of them alone. They are enqueued first."""
+        """Return the event after which all of ``buckets`` are updated (one stream, so the last
+        one's); None if the last :meth:`run` skipped all of them. Enqueue them first."""
         self.advance(1 + max(map(self._positions.__getitem__, buckets), default=-1))
         stepped = [index for index in buckets if self.buckets[index].updated is not None]
         last = max(stepped, key=self._positions.__getitem__, default=None)
         return None if last is None else self.buckets[last].updated
 
     def prefetch(self) -> None:
-        """Fetch what the next gradients will need, as far as there are slots."""
+        """Fetch the next buckets while slots are free."""
         for position in range(self._fetched, self._use.reach[self._head]):
             self._fetch(position)
             self._fetched = position + 1
 
     def _fetch(self, position: int) -> None:
-        """Enqueue the transfer of a position of this iteration, unless its state is there."""
         index, slot = self.order[position], self._use.slots[position]
         blocks = self.buckets[index].blocks
         if slot is not None:
@@ -415,8 +411,7 @@ class Ring:
         self._head += 1
 
     def _ready(self, block: Block) -> Event | None:
-        """After it, an update may read and write what the device has of the block."""
-        if block.residence is Residence.HOST:  # written since it was fetched, or in no slot
+        if block.residence is Residence.HOST:  # written since its fetch, or in no slot of a gather
             self.link.fetch(block, after=(block.arrived,))
             self._fetched_bytes += block.n_bytes
         if block.residence is Residence.STORING:
@@ -433,7 +428,7 @@ class Ring:
         self._waited = set()
 
     def flush(self) -> None:
-        """Bring the arena up to date where buckets stay; blocks until it is."""
+        """Store the state of buckets that stay to the arena, and wait for it."""
         self.complete()
         self._write_back(list(self.staying))
 
@@ -448,9 +443,9 @@ class Ring:
             block.ended()
 
     def discard(self) -> None:
-        """Forget what is on the device, when the arena has it: it is about to be written into.
+        """Discard device copies of the arena, which is about to be overwritten.
 
-        A transfer that is still under way may read what is written; it is made again.
+        A running transfer may read mixed bytes, so it is repeated.
         """
         self.flush()
         self._forget()
@@ -459,29 +454,29 @@ class Ring:
     def _forget(self) -> None:
         for index in self.sizes:
             self.buckets[index].forget()
-        self.link.keep_order()  # turns that are made again have the same targets
+        self.link.keep_order()  # repeated turns have the same targets
 
     def abort(self) -> None:
-        """Forget an iteration that has begun: all state and all weights are written anew."""
+        """Drop a running iteration, because all state and weights will be overwritten."""
         self._work, self._start, self._waited = None, None, set()
         self._forget()
         self._head = self._fetched = self._moved_bytes = self._fetched_bytes = 0
         self._marks, self._travelled = [], 0
 
     def synchronize(self) -> None:
-        """Block until updates have run, and what travels is back in the arena."""
+        """Block until updates have run, and moving state is back in the arena."""
         self.complete()
         self.link.finish_stores()
 
     def close(self) -> None:
-        """Let go of all memory; nothing else may be called then."""
+        """Release all memory; no other call may follow."""
         self._work = None
-        for bucket in self.buckets:  # weights may outlive it
+        for bucket in self.buckets:  # weights may outlive the ring
             bucket.weights.forget()
             bucket.weights.place(())
         self.buckets, self.slots, self.staying, self.order = [], [], {}, []
 
     def finish_transfers(self) -> None:
-        """Block until nothing reads or writes the arena and the slots any more."""
+        """Block until nothing reads or writes the arena and the slots."""
         self.complete()
         self.link.synchronize()

@@ -1,4 +1,4 @@
-"""One bucket of the ring: its bytes on both sides of the link, and the update that it gets."""
+"""One bucket of the ring: its bytes on both sides of the link, and its update."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class RingBucket:
 
     Args:
         optimizer: the wrapped optimizer.
-        layout: of its dtype group.
-        bucket: which slices of which parameters.
+        layout: the layout of its dtype group.
+        bucket: slices of the parameters.
         params: all parameters.
-        arena: host memory of its state; None: it has no host copy, and lives in the parameters'
-            own state tensors on the device.
-        scratch: see :class:`BucketUpdate`.
+        arena: host memory of its state; None: it has no host copy, and its state is in the
+            parameters' state tensors on the device.
+        scratch: as of :class:`BucketUpdate`.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class RingBucket:
         self.is_gathered = False
         """Whether its weights were in slots of gathers at its last update: they need no fetch."""
         self.updated: Event | None = None
-        """After it, the shards are as the last iteration leaves them; None: it left them alone."""
+        """After it, the last iteration has updated the shards; None: it skipped them."""
         if arena is not None:
             spans = self._spans
             self.block = Block([arena.tensor(s.arena_start, s.n_bytes, torch.uint8) for s in spans])
@@ -67,7 +67,6 @@ class RingBucket:
         self.blocks = [self.block, self.weights] if self.weights.host else [self.block]
 
     def _place_weights(self, params: list[ParamState]) -> None:
-        """Behind the state, those that come with it."""
         hosts, at = list[Tensor](), align(self.bucket.slot_bytes, SLOT_ALIGN_BYTES)
         self._shards_at: list[tuple[int, int, torch.dtype] | None] = []  # bytes of the slot
         for slice_ in self.bucket.slices:
@@ -80,18 +79,18 @@ class RingBucket:
             at = align(at + hosts[-1].nbytes, SLOT_ALIGN_BYTES)
         self.weights = Block(hosts)
         self.device_bytes = max(at, SLOT_ALIGN_BYTES)
-        """What it takes on the device: something, also without state."""
+        """Bytes on the device; more than 0, even without state."""
         self.n_bytes = self.block.n_bytes + self.weights.n_bytes
 
     @property
     def update(self) -> BucketUpdate:
-        """What updates it, once it has a slot, or needs none."""
+        """Return its update, once it has a slot, or needs none."""
         assert self._update is not None
         return self._update
 
     def move_to(self, slot: Tensor | None) -> None:
-        """Use another slot (1-D uint8) from now on; nothing of this bucket may be in flight.
-        None: it has no host copy."""
+        """Use another slot (1-D uint8) from now on; nothing of this bucket may be in flight. None
+        if it has no host copy."""
         is_same = slot is None or (
             self._slot is not None and slot.data_ptr() == self._slot.data_ptr()
         )
@@ -112,10 +111,10 @@ class RingBucket:
             self._update = self._make_update(
                 view=view, flat_remainder=self._remainder(), shards=shards
             )
-            self._make_update = None  # it keeps the optimizer
+            self._make_update = None  # it keeps the optimizer alive
 
     def forget(self) -> None:
-        """What the device has of it is of no use any more."""
+        """Discard its device copy."""
         for block in self.blocks:
             block.forget()
 
@@ -135,12 +134,12 @@ class RingBucket:
 
 
 def state_of(params: Sequence[ParamState]) -> StateView:
-    """Views of the parameters' own state tensors."""
+    """Make views of the parameters' own state tensors."""
 
     def view(slice_: Slice, kind: Kind, numel: int) -> Tensor:
         index = slice_.spec.index
         start, stop = kind_range(slice_, kind, numel, {(index, kind.name): 0})
-        state = params[index].tensors[kind.name].detach()  # a view would keep the tensor
+        state = params[index].tensors[kind.name].detach()  # a view would keep the tensor alive
         return state[start // kind.itemsize : stop // kind.itemsize]
 
     return view

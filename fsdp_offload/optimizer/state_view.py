@@ -1,5 +1,5 @@
-"""``optimizer.state`` as the caller sees it, and what becomes of writes into it; state dicts that
-are loaded: matched and checked before any write."""
+"""``optimizer.state`` as the caller sees it, and adopting writes into it; matching and checking
+loaded state dicts before any write."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ Values = dict[str, Any]
 class StateView:
     """Live state per parameter: tensors over host or device memory, under torch's names.
 
-    ``keeper``: a class that steps itself; what it keeps is shown.
+    ``keeper``: a class that steps itself, whose own state is shown.
     """
 
     def __init__(self, keeper: Optimizer | None = None) -> None:
         self._keeper, self._shown = keeper, defaultdict[Tensor, Values](dict)
         self._has_named = False
         self.may_be_written = False
-        """Whether a caller was shown it since :meth:`adopt_writes` looked for writes."""
+        """Whether a caller got it since the last :meth:`adopt_writes`."""
 
     @property
     def shown(self) -> defaultdict[Tensor, Values]:
-        """What the caller sees, as it was last filled in."""
+        """The state that the caller sees, as last filled in."""
         return self._shown if self._keeper is None else self._keeper.state
 
     def expose(self, params: Sequence[ParamState]) -> None:
-        """Show their memory as it is; nothing is copied."""
+        """Show the memory of ``params`` without a copy."""
         for param in params:
             self.shown[param.parameter] = state_io.expose(param)
 
     def refresh(self, params: Sequence[ParamState]) -> None:
-        """Their memory is other memory than before; what the caller has dropped stays dropped."""
+        """Show the new memory of ``params``; entries that the caller dropped stay dropped."""
         for param in params:
             if shown := self.shown.get(param.parameter):
                 shown.update(state_io.expose(param))
 
     def show(self, params: Sequence[ParamState]) -> defaultdict[Tensor, Values]:
-        """For a caller who may write into it: numbers are filled in, codes are decoded."""
+        """Return state that the caller may write to, with numbers and decoded values."""
         self.may_be_written = True
         for param in params:
             state_io.show(param, self.shown[param.parameter])
         return self.shown
 
     def read(self, params: Sequence[ParamState]) -> dict[Tensor, Values]:
-        """What :meth:`show` shows of ``params``, for a caller who does not write into it."""
+        """Return the same as :meth:`show`, for a caller that does not write to it."""
         found = {param.parameter: state_io.expose(param) for param in params}
         for param in params:
             state_io.show(param, found[param.parameter])
@@ -64,8 +64,8 @@ class StateView:
     def adopt_writes(
         self, params: Sequence[ParamState], *, is_away: bool, again: bool = False
     ) -> None:
-        """Follow what the caller did to the state that was shown: written, or dropped; ``again``:
-        it may still be done."""
+        """Adopt state that the caller has written or dropped; ``again``: the caller may still do
+        so."""
         if not self.may_be_written:
             return
         with torch.no_grad():
@@ -81,7 +81,7 @@ class StateView:
         self.may_be_written = again
 
     def unmanaged(self, params: Sequence[ParamState]) -> dict[Tensor, Values]:
-        """What is not reserved: made and kept by the class, or of frozen parameters."""
+        """Return unreserved state: made by the class itself, or of frozen parameters."""
         managed = {param.parameter for param in params}
         return {p: values for p, values in self.shown.items() if p not in managed}
 
@@ -94,15 +94,15 @@ class StateView:
         *,
         steps_are_tensors: bool,
     ) -> None:
-        """Replace what :meth:`unmanaged` says by saved values, as the plain optimizer would keep
-        them: on ``device``, dtypes kept, steps as tensors.
+        """Replace unreserved state by saved values, stored like the plain optimizer: on ``device``,
+        with their dtypes, steps as tensors.
 
         Args:
             saved: values by id.
-            ids: of every parameter.
-            params: those that are reserved; they are left alone.
-            device: where tensors go.
-            steps_are_tensors: the class keeps them so, and not as numbers.
+            ids: id of every parameter.
+            params: reserved parameters, which it skips.
+            device: target of tensors.
+            steps_are_tensors: whether the class stores steps as tensors, not numbers.
         """
         managed = {param.parameter for param in params}
         for parameter, saved_id in ids.items():
@@ -114,21 +114,23 @@ class StateView:
             }
             step = found.get("step")
             if steps_are_tensors and step is not None and not isinstance(step, Tensor):
-                found["step"] = torch.tensor(float(step))  # as torch's classes do in __setstate__
+                found["step"] = torch.tensor(float(step))  # like torch's classes in __setstate__
             self.shown.pop(parameter, None)
             if found:
                 self.shown[parameter] = found
 
     def name_masters(self, params: Sequence[ParamState]) -> None:
-        """Log once which entries of a state dict are lost on an optimizer without this library."""
+        """Warn once about entries of a state dict that an optimizer without this library
+        ignores."""
         mastered = [] if self._has_named else [param for param in params if param.emits_master]
         self._has_named = True
         if mastered:
             entries = " and ".join(sorted({repr(param.form.value) for param in mastered}))
             shards = "/".join(sorted({str(param.info.dtype)[6:] for param in mastered}))
             warn(
-                "state_dict() holds the fp32 masters of %d parameters in %s: an optimizer without "
-                "fsdp_offload ignores these entries and goes on from the %s weights",
+                "state_dict() holds the fp32 masters of %d parameters in %s: an "
+"optimizer without fsdp_offload ignores them and continues from the "
+"%s weights",
                 len(mastered), entries, shards,
             )  # fmt: skip
 
@@ -141,27 +143,27 @@ Groups = list[dict[str, Any]]
 def match(
     groups: Groups, loaded: Mapping[str, Any], params: Sequence[ParamState]
 ) -> tuple[dict[Tensor, Any], Sequence[Mapping[str, Any]]]:
-    """The saved id (int or FQN) of every parameter, by position, as torch matches them, and the
-    saved values of each that is reserved.
+    """Match saved ids (int or FQN) to parameters by position, like torch; returns them with the
+    saved values of reserved parameters.
 
     Raises:
-        StateDictError: not an optimizer state dict, or other groups.
+        StateDictError: not an optimizer state dict, or with other groups.
     """
     state = loaded.get("state")
     if not isinstance(state, Mapping) or not isinstance(loaded.get("param_groups"), list):
         raise StateDictError(
             f"a dict with keys {sorted(map(str, loaded))}",
             reason="an optimizer state dict has 'state' and 'param_groups'",
-            remedy="pass what state_dict() of this or of the plain optimizer returned",
+            remedy="pass the result of state_dict(), of this or of the plain optimizer",
         )
     sizes = [len(group["params"]) for group in loaded["param_groups"]]
     expected = [len(group["params"]) for group in groups]
     if sizes != expected:
         raise StateDictError(
             f"param_groups with {sizes} parameters",
-            reason=f"this optimizer has {expected}: the checkpoint is of another model or of "
+            reason=f"this optimizer has {expected}: the checkpoint has another model or "
             "other groups",
-            remedy="build the model and its parameter groups as when it was saved",
+            remedy="build the model and the parameter groups that were saved",
         )
     ids = {
         parameter: saved
@@ -173,9 +175,9 @@ def match(
             raise StateDictError(
                 f"state of parameter {saved!r} of type {type(state[saved]).__name__}",
                 reason="a parameter's state is a dict of names and values",
-                remedy="pass what state_dict() of this or of the plain optimizer returned",
+                remedy="pass the result of state_dict(), of this or of the plain optimizer",
             )
-    # Where a flattened checkpoint lacks an entry, torch's unflattening puts an empty dict.
+    # If a flattened checkpoint lacks an entry, torch's unflattening puts an empty dict.
     values = [
         {n: v for n, v in state.get(ids[p.parameter], {}).items() if not isinstance(v, dict)}
         for p in params

@@ -1,9 +1,10 @@
-"""``statistics()``: what the optimizer holds and what its last step did."""
+"""``statistics()``: an optimizer's memory, and figures of its last step."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Final
 
 from torch import Tensor
 
@@ -14,75 +15,85 @@ from .updates import Updates
 
 @dataclass(frozen=True)
 class Statistics:
-    """What the optimizer holds, and what its last step did, on this rank."""
+    """Memory of the optimizer, and figures of its last step, on this rank."""
 
     optimizer: str
     """Class of the wrapped optimizer."""
     overlap: str
-    """As it was asked for, or found."""
+    """The mode in use: ``"step"``, ``"forward"`` or ``"backward"``."""
     steps: int
     """Calls of ``step()`` since construction."""
     parameters: dict[str, int]
-    """Trainable parameters per lane; ``native`` ones keep the state their class makes."""
+    """Trainable parameters by where their state lives: ``streamed`` from host memory, ``resident``
+    on the device, ``host`` (updated on the CPU), ``native`` (the class keeps its own state on the
+    device)."""
     device_state_bytes: int
-    """State that is on the device now: nothing while the optimizer is away."""
+    """Bytes of state that only the device has; 0 while the optimizer is offloaded."""
     host_state_bytes: int
-    """State in host memory: payload."""
+    """Bytes of state in host memory."""
     host_arena_bytes: int
-    """Host memory taken for it, alignment and staging included."""
+    """Host memory allocated for state, alignment and staging included."""
     host_weight_bytes: int
-    """Frozen weights in host memory (``offload="all"``)."""
+    """Bytes of weights in host memory (``offload="all"``)."""
     host_gradient_bytes: int
-    """Host memory for gradients, which leave the device after their reduction
-    (``offload="all"``)."""
+    """Host memory allocated for gradients (``offload="all"``)."""
     pinned: bool
-    """Whether all of that memory is page-locked."""
+    """Whether all host memory for state is page-locked."""
     pin_seconds: float
-    """Seconds that touching and page-locking it took."""
+    """Seconds that allocating and page-locking it took."""
     host_bytes_by_holder: dict[str, int]
-    """Host memory of all that this process holds, this optimizer or not: ``host_memory=`` bounds
-    the sum for all ranks of the host."""
+    """Host memory of this process by object of this package; ``host_memory=`` bounds its sum over
+    all ranks of the host."""
     is_away: bool
     """Whether a ``PhaseOffloader`` has offloaded its device memory."""
     staging_bytes: int
-    """Device memory of slots, buckets that stay, scratch and staging rings; while
-    the optimizer is away, of slots for weights and gradients alone."""
+    """Device memory for slots, buckets that stay and scratch; while the optimizer is offloaded,
+    only slots for weights and gradients."""
     buckets: int
-    """Units of update per step."""
+    """Buckets that one step updates."""
     staying_buckets: int
-    """Of these, offloaded ones whose state is on the device now from one step to the next."""
+    """Buckets whose state stays on the device between steps, so that it does not move."""
     memory_change: str
-    """When, why and for what device memory was last taken or given back; empty: never."""
+    """When and why device memory was last taken or given back; empty: never."""
     moved_bytes: int
-    """Bytes that the last step moved to host memory: all offloaded state that it updated on the
-    device, and gradients of the host lane."""
+    """Bytes that the last step moved to host memory: updated state that does not stay, and
+    gradients for updates on the CPU."""
     fetched_bytes: int
-    """Bytes that were moved to the device for it: not those that were still there, and twice what
-    was fetched ahead and then read or written by other code."""
+    """Bytes that the last step moved to the device. State that was prefetched and then used by
+    other code counts twice."""
     step_ms: float
-    """Host milliseconds of the last ``step()``; the device may still have been at work."""
+    """Host milliseconds of the last ``step()``; the device may have worked longer."""
 
     def __str__(self) -> str:
-        lanes = ", ".join(f"{count} {lane}" for lane, count in sorted(self.parameters.items()))
-        locked = f"page-locked in {self.pin_seconds:.1f} s" if self.pinned else "pageable"
+        lanes = (f"{count} {_LANES[lane]}" for lane, count in sorted(self.parameters.items()))
         lines = [
             f'{self.optimizer}, overlap="{self.overlap}", after {self.steps} steps',
-            f"parameters: {lanes or 'none'}",
-            f"host: {_size(self.host_arena_bytes)}, {locked}",
-            f"device: {_size(self.device_state_bytes)} of state that never leaves, "
-            f"{_size(self.staging_bytes)} for {self.staying_buckets} buckets that stay and "
-            f"{self.buckets - self.staying_buckets} others",
+            f"parameters: {', '.join(lanes) or 'none'}",
+            f"host memory for state: {_size(self.host_arena_bytes)}, "
+            + (f"page-locked in {self.pin_seconds:.1f} s" if self.pinned else "pageable"),
+            f"device memory for state: {_size(self.device_state_bytes + self.staging_bytes)}; "
+            f"{self.staying_buckets} of {self.buckets} buckets stay between steps",
         ]
         if self.host_weight_bytes:
-            lines.append(f"weights: {_size(self.host_weight_bytes)} in host memory")
+            lines.append(f"host memory for weights: {_size(self.host_weight_bytes)}")
         if self.host_gradient_bytes:
-            lines.append(f"gradients: {_size(self.host_gradient_bytes)} of host memory")
+            lines.append(f"host memory for gradients: {_size(self.host_gradient_bytes)}")
         if self.memory_change:
-            lines.append(f"device memory: {self.memory_change}")
+            lines.append(f"device memory changed {self.memory_change}")
         if self.steps:
-            sent, fetched = _size(self.moved_bytes), _size(self.fetched_bytes)
-            lines.append(f"last step: {sent} out, {fetched} in, {self.step_ms:.1f} ms of the host")
+            lines.append(
+                f"last step: {_size(self.moved_bytes)} to the host, "
+                f"{_size(self.fetched_bytes)} to the device, step() took {self.step_ms:.1f} ms"
+            )
         return "\n  ".join(lines)
+
+
+_LANES: Final = {
+    "streamed": "with state in host memory",
+    "resident": "with state on the device",
+    "native": "with state on the device, updated by the class itself",
+    "host": "updated on the CPU",
+}
 
 
 def _size(n_bytes: int) -> str:
@@ -90,7 +101,7 @@ def _size(n_bytes: int) -> str:
 
 
 def gather(updates: Updates) -> Statistics:
-    """Add up what an optimizer holds."""
+    """Collect the statistics of an optimizer."""
     reserved, place = updates.reserved, updates.device_state
     engine, natives = reserved.engine, reserved.natives()
     lanes = Counter[str](param.lane for param in reserved.params)

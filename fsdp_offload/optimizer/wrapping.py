@@ -1,4 +1,4 @@
-"""What happens to the wrapped optimizer: checked, taken over, made a second name of the wrapper."""
+"""Check the wrapped optimizer, and turn it into a second name of the wrapper."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _HOOKS: Final = (
 
 
 def check_wrappable(optimizer: object) -> None:
-    """Refuse what cannot be wrapped.
+    """Refuse objects that cannot be wrapped.
 
     Raises:
-        ConfigError: not an optimizer, wrapped before, or without trainable parameters.
-        UnsupportedOptimizerError: see :func:`check_supported`.
+        ConfigError: not an optimizer, already wrapped, or without trainable parameters.
+        UnsupportedOptimizerError: as of :func:`check_supported`.
     """
     if isinstance(optimizer, nn.Module):
         raise ConfigError(
             f"optimizer of type {type(optimizer).__name__}",
             reason="a module, where the optimizer is expected",
-            remedy="give the optimizer first: HybridDeviceOptimizer(optimizer, model)",
+            remedy="pass the optimizer first: HybridDeviceOptimizer(optimizer, model)",
         )
     _refuse_facade(optimizer)
     if not isinstance(optimizer, Optimizer):
@@ -67,11 +67,11 @@ def check_wrappable(optimizer: object) -> None:
 
 
 def _refuse_facade(optimizer: object) -> None:
-    """Refuse an object that calls the step of another optimizer, which it holds: its own class says
-    nothing about the update.
+    """Refuse an object that delegates to another optimizer: its class says nothing about the
+    update.
 
     Raises:
-        ConfigError: Accelerate's, Lightning's, or a class of the caller's that does the same.
+        ConfigError: Accelerate's, Lightning's, or the caller's own class that delegates.
     """
     for name in ("optimizer", "_optimizer"):
         held = getattr(optimizer, name, None)
@@ -81,7 +81,7 @@ def _refuse_facade(optimizer: object) -> None:
         parameters = {id(p) for group in mine for p in group["params"]}
         if not any(id(p) in parameters for group in held.param_groups for p in group["params"]):
             continue
-        reason = "it calls the step of the optimizer that it holds, and that one keeps the state"
+        reason = "it delegates to the optimizer that it holds, which keeps the state"
         remedy = f"wrap that one: optimizer.{name} = HybridDeviceOptimizer(optimizer.{name}, model)"
         if getattr(held, "is_offloaded", False):
             reason, remedy = "it is wrapped already", "use it as it is"
@@ -90,17 +90,17 @@ def _refuse_facade(optimizer: object) -> None:
 
 
 def check_holds(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
-    """Refuse an optimizer that holds nothing of the models: it would never see a gradient.
+    """Refuse an optimizer without any parameter of the models, which would never see a gradient.
 
     Raises:
-        ConfigError: it was built before ``fully_shard``, while FSDP2 had parameters gathered, or
-            for another model.
+        ConfigError: the optimizer was built before ``fully_shard``, while FSDP2 had parameters
+            gathered, or for another model.
     """
     if not models:
         warn(
-            "HybridDeviceOptimizer without model=: no parameter names, no overlap with forward "
-            "and backward, and loads into the module are not noticed. Remedy: pass the module, "
-            "HybridDeviceOptimizer(optimizer, model)"
+            "HybridDeviceOptimizer without model=: it knows no parameter names, "
+            "overlaps nothing, and misses loads into the module. Remedy: pass "
+            "the module, HybridDeviceOptimizer(optimizer, model)"
         )
         return
     named = dtensor.parameter_names(models)
@@ -109,10 +109,10 @@ def check_holds(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
     if gathered := [named[sharded[p]] for p in held if p in sharded]:
         raise ConfigError(
             f"an optimizer of {len(gathered)} gathered parameters, such as {gathered[0]}",
-            reason="FSDP2 trains sharded parameters, and shows gathered ones in their place after "
-            "unshard(), or a forward without a backward; the optimizer was built then",
-            remedy="call reshard() of each FSDPModule in model.modules(), then build the optimizer "
-            "from model.parameters(), then wrap it",
+            reason="FSDP2 trains sharded parameters; the optimizer was built after "
+            "unshard() or a forward without a backward",
+            remedy="call reshard() of each FSDPModule in model.modules(), build the "
+            "optimizer from model.parameters(), then wrap it",
         )
     if not named or any(parameter in named for parameter in held):
         return
@@ -123,27 +123,28 @@ def check_holds(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
     if are_sharded and same_shapes and not any(isinstance(p, DTensor) for p in held):
         raise ConfigError(
             what,
-            reason="fully_shard replaces parameters, and the optimizer has those of before",
+            reason="fully_shard replaced the parameters after the optimizer was built",
             remedy="call fully_shard, then build the optimizer, then wrap it",
         )
     raise ConfigError(
         what,
         reason="the optimizer was built from the parameters of another module",
-        remedy="pass the module whose parameters() the optimizer was built from",
+        remedy="pass the module that the optimizer was built from",
     )
 
 
 def warn_that_state_stays(
     optimizer: Optimizer, config: OffloadConfig, device: torch.device
 ) -> None:
-    """Say of a class that runs its own step that nothing is offloaded, unless nothing was to be."""
+    """Warn that this class's state is not offloaded, unless nothing should be."""
     if config.offload_fraction == 0:
         return
     local = [dtensor.local(p) for group in optimizer.param_groups for p in group["params"]]
     warn(
-        "%s is not a class of torch.optim: it runs its own step, and its state stays on %s "
-        "(%d parameters of %d bytes on this rank, and as much again for each state tensor of "
-        "their shape and dtype). If each element's update depends on that element alone, "
+        "%s is not a class of torch.optim: it runs its own step, and its "
+        "state stays on %s (%d parameters of %d bytes on this rank, and as "
+        "much again for each state tensor of their shape and dtype). If it "
+        "updates each element from that element alone, "
         "HybridDeviceOptimizer(..., elementwise=True) offloads the state",
         type(optimizer).__name__,
         device,
@@ -155,13 +156,13 @@ def warn_that_state_stays(
 def check_any_gradient(
     optimizer: Optimizer, models: Sequence[nn.Module], names: Mapping[Tensor, str], *, warns: bool
 ) -> bool:
-    """Whether a parameter has a gradient, before the first update.
+    """Whether any parameter has a gradient, before the first update.
 
-    The decision is this rank's own, so shards that are empty here say nothing. ``names``: of
-    parameters, when the optimizer was wrapped; ``warns``: where none has a gradient.
+    Each rank decides on its own, so empty shards do not count. ``names``: parameters' names at
+    wrapping; ``warns``: warn if none has a gradient.
 
     Raises:
-        ConfigError: ``models`` have other parameters in the place of some that have no gradient.
+        ConfigError: ``models`` have replaced parameters that have no gradient.
     """
     every = [p for group in optimizer.param_groups for p in group["params"]]
     found = any(dtensor.raw_gradient(p) is not None for p in every)
@@ -180,7 +181,7 @@ def check_any_gradient(
         raise ConfigError(
             f"step() of {names[first]} and {len(replaced) - 1} other parameters that the "
             "model no longer has",
-            reason=f"the model trains others of these names: {cause} after the optimizer was built",
+            reason=f"the model has new ones of these names: {cause} after the optimizer was built",
             remedy=f"{order}, then build the optimizer from model.parameters(), then wrap it",
         )
     if not found and warns:
@@ -195,18 +196,20 @@ def check_any_gradient(
 
 
 class GroupedParameters:
-    """Which parameter is in which group of an optimizer, as it was when it was last looked at."""
+    """Remembers which parameter was in which group of an optimizer."""
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        self._groups = [list(group["params"]) for group in groups]  # keeps them: ids stay theirs
+        self._groups = [
+            list(group["params"]) for group in groups
+        ]  # keeps them alive, so that ids stay unique
         self._ids = [list(map(id, group)) for group in self._groups]
 
     def are_same(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether nothing has changed. Costs about 30 us per 1000 parameters."""
+        """Whether groups have the same parameters. Costs about 30 us per 1000 parameters."""
         return self._ids == [list(map(id, group["params"])) for group in groups]
 
     def gone(self, groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-        """Those that are not in the group any more that they were in."""
+        """List parameters that have left their group."""
         now = [set(map(id, group["params"])) for group in groups]
         now += [set()] * (len(self._groups) - len(now))
         pairs = zip(self._groups, now, strict=False)
@@ -214,44 +217,42 @@ class GroupedParameters:
 
 
 def changed_groups_error(gone: Sequence[Tensor], names: Mapping[Tensor, str]) -> StateSchemaError:
-    """The error of a caller who changed groups when there was state already."""
+    """Build the error for a caller that changed groups with existing state."""
     return StateSchemaError(
-        f"param_groups in which {names.get(gone[0], 'a parameter')} and {len(gone) - 1} others are "
-        "not where they were",
-        reason="parameters were removed, replaced or moved when some had state, which belongs to "
-        "a parameter and its group",
-        remedy="put them back; to stop training some, call requires_grad_(False) on them",
+        f"param_groups in which {names.get(gone[0], 'a parameter')} and "
+        f"{len(gone) - 1} others moved or are missing",
+        reason="their state belongs to a parameter and its group",
+        remedy="put them back; to freeze parameters, call requires_grad_(False)",
     )
 
 
 @contextlib.contextmanager
 def ordinary_tensors() -> Iterator[None]:
-    """Inside, memory is made as outside of ``inference_mode``, ``with torch.device(...)`` and
-    ``torch.set_default_device``: it outlives them."""
+    """Ignore ``inference_mode``, ``with torch.device(...)`` and ``torch.set_default_device``
+    inside, because memory outlives them."""
     with torch.inference_mode(False), torch.device("cpu"):
         yield
 
 
 def without_face(optimizer: Optimizer) -> Optimizer:
-    """An object of the class of ``optimizer`` with the same attributes, which it shares: what the
-    class's own code runs on when :func:`make_face` has been called."""
+    """Make a twin of ``optimizer`` that shares its attributes, for the class's own code after
+    :func:`make_face`."""
     inner = object.__new__(type(optimizer))
     inner.__dict__ = optimizer.__dict__
     return inner
 
 
 def make_face(optimizer: Optimizer, inner: Optimizer, wrapper: Optimizer) -> None:
-    """Let ``optimizer`` show what ``wrapper`` has: it gets a subclass of its class, of the same
-    name, that forwards to the wrapper. Hooks that are registered on either run once, with the
-    wrapper as their argument.
+    """Make ``optimizer`` forward to ``wrapper``, through a subclass of its class with the same
+    name. Hooks registered on either run once, with the wrapper as argument.
 
-    The wrapper lives as long as ``optimizer``: callers keep either. Both refer to each other, so
-    that Python's cyclic collector frees them; ``close()`` gives memory back at once.
+    The wrapper lives as long as ``optimizer``, since callers may keep either. They refer to each
+    other, so Python's cyclic collector frees them; ``close()`` frees memory at once.
 
     Args:
         optimizer: the caller's object.
-        inner: what :func:`without_face` made of it.
-        wrapper: whose state, groups and methods it shows.
+        inner: its twin of :func:`without_face`.
+        wrapper: gives state, groups and methods.
     """
     own = optimizer.__dict__
     for name in _HOOKS:
@@ -260,7 +261,8 @@ def make_face(optimizer: Optimizer, inner: Optimizer, wrapper: Optimizer) -> Non
     for name in _METHODS:
         own.pop(name, None)  # of a scheduler
     optimizer.param_groups = wrapper.param_groups
-    # Else a GradScaler would leave unscaling to a fused step that no longer runs on the inner one.
+    # Otherwise a GradScaler would leave unscaling to the inner one's fused step, which no longer
+    # runs.
     own["_step_supports_amp_scaling"] = False
     cls = type(optimizer)
 
@@ -268,7 +270,7 @@ def make_face(optimizer: Optimizer, inner: Optimizer, wrapper: Optimizer) -> Non
         return getattr(wrapper if hasattr(type(wrapper), name) else inner, name)
 
     def restore(self: Optimizer, attributes: Mapping[str, Any]) -> None:
-        for name, value in attributes.items():  # of a load_state_dict taken before wrapping
+        for name, value in attributes.items():  # from a load_state_dict bound before wrapping
             setattr(self, name, value)
 
     members: dict[str, Any] = {name: getattr(cls, name) for name in ("__module__", "__qualname__")}
@@ -281,27 +283,27 @@ def make_face(optimizer: Optimizer, inner: Optimizer, wrapper: Optimizer) -> Non
 
 
 def check_no_scale(optimizer: Optimizer) -> None:
-    """Refuse what a fused step of torch's would unscale gradients with.
+    """Refuse attributes with which torch's fused step would unscale gradients.
 
     Raises:
-        ConfigError: a loss scale, or a flag of infinite gradients, was set on the optimizer.
+        ConfigError: a loss scale, or a flag for infinite gradients, is set on the optimizer.
     """
     own = optimizer.__dict__
     if own.get("grad_scale") is not None or own.get("found_inf") is not None:
         raise ConfigError(
             "step() of an optimizer with grad_scale or found_inf",
-            reason="these are for a fused step, which would unscale gradients by itself",
+            reason="they make a fused step unscale gradients itself",
             remedy="set both to None, and call scaler.unscale_(optimizer) before step()",
         )
 
 
 def forward_bound_steps(optimizer: Optimizer, inner: Optimizer, wrapper: Optimizer) -> None:
-    """Let a step of the wrapped optimizer's class that the caller took before wrapping be the
-    wrapper's: Accelerate takes one for its GradScaler.
+    """Redirect steps that were bound before wrapping to the wrapper; Accelerate binds one for its
+    GradScaler.
 
-    Such a step cannot be replaced, but torch lets a hook exchange its arguments. The class's code
-    then runs on a shadow without parameters, where all it does is call the closure, and that is the
-    wrapper's step. Hooks are shared, and torch has them run for this step.
+    Nothing can replace such a step, but torch lets a hook exchange its arguments. The class's code
+    then runs on a shadow without parameters, where it only calls the closure, which is the
+    wrapper's step. Both share hooks, and torch runs them for this step.
     """
     idle = make_shadow(inner, [])
     step = functools.partial(raw_step(type(wrapper)), wrapper)
@@ -320,7 +322,7 @@ def _method(name: str, wrapper: Optimizer) -> Callable[..., Any]:
 
     forward.__name__ = name
     forward.hooked = True  # type: ignore[attr-defined]  # torch need not add hooks: wrapper has them
-    # A scheduler built on the wrapped optimizer looks for this mark on its step.
+    # A scheduler on the wrapped optimizer looks for this mark on its step.
     forward._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return forward
 

@@ -1,4 +1,4 @@
-"""Phases: parameters, gradients and optimizer state are offloaded and reloaded."""
+"""Offload and reload parameters, gradients and optimizer state between phases."""
 
 from __future__ import annotations
 

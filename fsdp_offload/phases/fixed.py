@@ -1,4 +1,4 @@
-"""Memory at addresses that stay: of a region's tensors, and of storages that are moved in."""
+"""Memory at fixed addresses, for tensors of a region and for storages that move in."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ..link.block import OwnedBlock
 from ..link.transfer import batches
 
 ROW_BYTES: Final = 512 << 20
-"""Of storages that move together, at most: what that takes of device memory beside them."""
+"""Most bytes of storages that move together, and so of the extra device memory."""
 
 
 class FixedMemory:
-    """Address ranges of a device, as many as are needed.
+    """Address ranges of a device, added as needed.
 
     Args:
-        name: begins the keys of all chunks.
+        name: prefix of the keys of all chunks.
         device: CUDA or the CPU.
         chunk_bytes: memory is mapped and unmapped in chunks of this size.
-        owner: the offloader whose storages are moved in; None: tensors of a region.
+        owner: the offloader whose storages move in; None for tensors of a region.
 
     Raises:
         DeviceError: the device cannot keep addresses.
@@ -43,11 +43,11 @@ class FixedMemory:
 
     @property
     def n_bytes(self) -> int:
-        """Whether it has memory or not."""
+        """Bytes of all ranges, mapped or not."""
         return sum(each.n_bytes for each in self.ranges)
 
     def blocks(self) -> list[Chunk]:
-        """All of the memory."""
+        """Return all chunks."""
         return [
             chunk
             for each, moved in self.ranges.items()
@@ -55,10 +55,10 @@ class FixedMemory:
         ]
 
     def grow(self, n_bytes: int) -> AddressRange:
-        """A further range.
+        """Add a range.
 
         Raises:
-            torch.OutOfMemoryError: there is no memory.
+            torch.OutOfMemoryError: not enough memory.
         """
         driver, key = address_range.driver_of(self._device), f"{self._name}/{len(self.ranges)}"
         made = AddressRange(driver, key, n_bytes, self._chunk_bytes, self._owner)
@@ -66,19 +66,19 @@ class FixedMemory:
         return made
 
     def move_in(self, found: Iterable[OwnedBlock]) -> None:
-        """Give storages memory of this one's, with their content, on the current stream.
+        """Move storages into the ranges, with their content, on the current stream.
 
         Raises:
-            torch.OutOfMemoryError: there is no memory for a row beside; those that were moved stay
-                here until :meth:`move_out`.
-            DeviceError: likewise, this version of torch, or how its allocator was set up, is in
-                the way.
+            torch.OutOfMemoryError: not enough memory for another row; moved storages stay here
+                until :meth:`move_out`.
+            DeviceError: this torch, or its allocator's settings, cannot do it; moved storages stay,
+                too.
         """
         if not storages.can_swap():
             if self._device.type == "cpu":
                 raise DeviceError(
                     f"keep_addresses=True on the CPU with torch {torch.__version__}",
-                    reason="it cannot exchange the memory of two storages",
+                    reason="this torch cannot exchange the memory of two storages",
                     remedy="use torch 2.13 or later, or leave keep_addresses out",
                 )
             return self._move_through_pool(list(found))
@@ -92,7 +92,6 @@ class FixedMemory:
                 self._note(storage, addresses)
 
     def _move_through_pool(self, found: list[OwnedBlock]) -> None:
-        """For torch before 2.13, see core/storage.py."""
         pool = storages.AddressPool(self._device, lambda n: self.grow(n).address)
         large = (block for block in found if not storages.is_small(block.n_bytes))
         small = (block for block in found if storages.is_small(block.n_bytes))
@@ -110,22 +109,22 @@ class FixedMemory:
         self.ranges = {each: moved for each, moved in self.ranges.items() if moved}
 
     def _note(self, storage: torch.UntypedStorage, addresses: AddressRange) -> None:
-        storages.tie(storage, addresses)  # torch before 2.13 does not keep them by itself
+        storages.tie(storage, addresses)  # torch before 2.13 does not keep them alive
         self.ranges[addresses].append(storage)
 
     def move_out(self) -> None:
-        """Give all storages ordinary memory again, a row at a time. It is present.
+        """Move all storages to ordinary memory again, a row at a time. They are present.
 
         Raises:
-            torch.OutOfMemoryError: there is no memory; what was not reached stays here, and a later
-                call goes on.
+            torch.OutOfMemoryError: not enough memory; the rest stays here, and a later call
+                continues.
         """
         while self.ranges:
             addresses, moved = next(reversed(self.ranges.items()))
             while moved:
                 _make_ordinary(moved[-1])
                 moved.pop()
-            # Its memory goes once the copies are done: closing it waits for the device.
+            # Its memory is freed after the copies: closing it waits for the device.
             del self.ranges[addresses]
 
 
@@ -135,8 +134,8 @@ def _make_ordinary(storage: torch.UntypedStorage) -> None:
 
 
 def is_movable(storage: torch.UntypedStorage, offloader: object) -> bool:
-    """Whether a storage moves by itself: not one in a region, which its owner pauses, or one that
-    ``offloader`` keeps the address of. One of an offloader that is gone gets ordinary memory.
+    """Whether a storage moves by itself: not one in a region, which its owner pauses, nor one whose
+    address ``offloader`` keeps. A storage of a dead offloader gets ordinary memory.
 
     Raises:
         ConfigError: another PhaseOffloader keeps its address.

@@ -1,10 +1,9 @@
 """Gradients while parameters are away: dropped, moved, or left alone.
 
-A gradient that is dropped must be one that ``step()`` has consumed. After each step the gradients
-that are there are noted, weakly, with their version counters. When ``offload()`` is called, a
-gradient counts as consumed if it is one of those and nothing was written into it since: another
-backward makes a new one, or adds to it in place. One of zeros only, as
-``zero_grad(set_to_none=False)`` leaves it, has nothing to lose.
+An offload drops only gradients that ``step()`` has consumed. After each step, a weak list remembers
+the gradients and their version counters. ``offload()`` counts a gradient as consumed if it is on
+that list and unchanged since: another backward makes a new one, or adds to it in place. A gradient
+of zeros, as ``zero_grad(set_to_none=False)`` leaves it, has nothing to lose.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from .guard import parameters_of
 
 
 class Gradients:
-    """``.grad`` of all parameters, and what FSDP2 keeps for a later reduction.
+    """``.grad`` of all parameters, and gradients that FSDP2 keeps for a later reduction.
 
     Args:
         policy: ``None``, ``"drop"``, ``"save"`` or ``"keep"``.
         groups: the FSDP2 groups of the model.
-        optimizer: whose steps consume gradients.
+        optimizer: its steps consume gradients.
     """
 
     def __init__(
@@ -40,13 +39,12 @@ class Gradients:
         self._consumed: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by identity
 
     def hooks(self) -> list[RemovableHandle]:
-        """Begin to watch steps; the caller removes them at the end."""
+        """Install hooks that watch steps; the caller removes them."""
         if self._policy is not None or self._optimizer is None:
             return []
         return [self._optimizer.register_step_post_hook(self._note_step)]
 
     def _note_step(self, *_: object) -> None:
-        """A step has just consumed what is there."""
         found = map(dtensor.raw_gradient, parameters_of(self._optimizer))
         self._consumed = {
             id(gradient): (weakref.ref(gradient), _version(gradient))
@@ -54,14 +52,14 @@ class Gradients:
             if gradient is not None and not is_spent(gradient)
         }
 
-    # Updates under way need not have ended for it.
+    # Does not wait for running updates.
     _note_step.reads_parameters = False  # type: ignore[attr-defined]
 
     def check(self, parameters: Mapping[str, Tensor]) -> None:
-        """Refuse to drop what no step has consumed, unless that was asked for.
+        """Refuse to drop gradients that no step has consumed, unless the policy allows it.
 
         Raises:
-            UnspentGradientError: there is such a gradient.
+            UnspentGradientError: a gradient would be lost.
         """
         if self._policy is not None:
             return
@@ -87,7 +85,7 @@ class Gradients:
 
     def _unspent(self, fqn: str, parameter: Tensor) -> UnspentGradientError:
         if any(parameter is each for each in parameters_of(self._optimizer)):
-            reason = "no step() since this PhaseOffloader was built has consumed it"
+            reason = "no step() has consumed it since this PhaseOffloader was built"
             remedy = 'call step() first, or zero_grad() to drop it, or build it with grads="save"'
         else:
             reason = "the PhaseOffloader has no optimizer that holds this parameter, whose step() "
@@ -100,7 +98,7 @@ class Gradients:
         )
 
     def tensors(self, parameters: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-        """Keys and tensors of gradients that exist now and are not dropped."""
+        """List keys and tensors of the gradients that are kept."""
         if self._policy in (None, "drop"):
             return []
         found = [
@@ -114,7 +112,7 @@ class Gradients:
         return found
 
     def drop(self, parameters: Mapping[str, Tensor]) -> None:
-        """Forget those that are to be dropped. Idempotent."""
+        """Set dropped gradients to None. Idempotent."""
         if self._policy not in (None, "drop"):
             return
         for parameter in parameters.values():
@@ -125,6 +123,6 @@ class Gradients:
 
 
 def _version(gradient: Tensor) -> int:
-    """Changes with each write, FSDP2's into the shard of a DTensor included."""
+    """Return a counter of writes, which includes FSDP2's into the shard of a DTensor."""
     shard = dtensor.local(gradient)
     return 0 if shard.is_inference() else shard._version

@@ -1,8 +1,7 @@
-"""What models and optimizers do while their memory is away: refuse use, show host copies.
+"""Guard models and optimizers while their memory is offloaded: refuse use, show host copies.
 
-Each mechanism is a hook of torch's on a module or an optimizer, no replaced method: forward and
-``step()`` are refused before they touch anything, loads are refused, state dicts get host copies in
-the place of what is away.
+Each guard is a torch hook on a module or an optimizer, not a replaced method: hooks refuse forward,
+``step()`` and loads before they touch anything, and put host copies into state dicts.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ def _refuse(what: str) -> NoReturn:
 
 
 class ModelGuard:
-    """Hooks on all modules of ``models`` from :meth:`close` to :meth:`open`.
+    """Installs hooks on all modules of ``models`` from :meth:`close` to :meth:`open`.
 
     Args:
         models: with all of their modules.
-        owner: kept alive while they are closed: it alone can bring their memory back.
+        owner: kept alive while closed, because only it can bring the memory back.
         allows_forward: parameters and gradients stay, so forward and backward work.
     """
 
@@ -53,10 +52,10 @@ class ModelGuard:
         _refuse("a copy or a pickle of a model")  # its hooks would be copied with it
 
     def close(self, copies: HostCopies) -> None:
-        """Memory is away from now on: ``copies`` has what state dicts show."""
+        """Install the hooks; state dicts show ``copies``."""
         self._copies = copies
         for module in dict.fromkeys(m for model in self._models for m in model.modules()):
-            # torch sets an attribute of this one, which a method has none of.
+            # torch sets an attribute on the hook, which a method does not allow.
             show = module.register_state_dict_post_hook(functools.partial(self._show))
             # At the front: hooks of others look at values.
             module._state_dict_hooks.move_to_end(show.id, last=False)  # type: ignore[attr-defined]
@@ -66,7 +65,7 @@ class ModelGuard:
                 self._handles.append(hook)
 
     def open(self) -> None:
-        """It is present. Idempotent."""
+        """Remove the hooks. Idempotent."""
         remove_all(self._handles)
         self._handles.clear()
         self._copies = None
@@ -80,7 +79,8 @@ class ModelGuard:
     def _show(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object
     ) -> None:
-        """Replace what the module has put there; the outermost, also under names of its own."""
+        """Replace the module's entries by host copies; the outermost module's also under custom
+        names."""
         copies = self._copies
         if copies is None:
             return
@@ -91,13 +91,13 @@ class ModelGuard:
             keys = [prefix + name for name in (*module._parameters, *module._buffers)]
         for key in keys:
             value = state_dict.get(key)
-            # A Parameter: keep_vars=True asks for the objects, not for what they hold.
+            # A Parameter: keep_vars=True asks for the objects, not for their values.
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
                 state_dict[key] = _shown(copies, value)
 
 
 class PlainOptimizer:
-    """Any ``torch.optim.Optimizer`` as an :class:`.Offloadable`, which says what each method does.
+    """Any ``torch.optim.Optimizer`` as an :class:`.Offloadable`.
 
     Args:
         optimizer: not a :class:`HybridDeviceOptimizer`.
@@ -111,16 +111,16 @@ class PlainOptimizer:
         if not all(hasattr(optimizer, name) for name in _NEEDED_HOOKS):
             raise ConfigError(
                 f"optimizer {type(optimizer).__name__}",
-                reason="it has none of torch's hooks: its class does not call Optimizer.__init__",
+                reason="it lacks torch's hooks: its class does not call Optimizer.__init__",
                 remedy="pass the optimizer that it wraps",
             )
         self._optimizer, self._backend = optimizer, backend
         self._copies: HostCopies | None = None
-        self._arrival: Event | None = None  # what the caller's stream is yet to wait for
+        self._arrival: Event | None = None  # the caller's stream has yet to wait for it
         self._rates: list[Any] = []
 
     def hooks(self) -> list[RemovableHandle]:
-        """Begin to refuse and to show; the caller removes them at the end."""
+        """Install the hooks; the caller removes them."""
         return [
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_state_dict_post_hook(self._show),
@@ -132,14 +132,14 @@ class PlainOptimizer:
         return self._copies is not None
 
     def turn(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """As with torch, threads do not wait for one another."""
+        """Return no turn: as with torch, threads do not wait for each other."""
         return contextlib.nullcontext()
 
     def prepare_offload(self) -> None:
-        """Its work is on the current stream."""
+        """Do nothing: its work is on the current stream."""
 
     def prepare_reload(self) -> None:
-        """State is where the caller has put it."""
+        """Do nothing: the caller's changes are already in the state."""
 
     def device_tensors(self) -> list[tuple[str, Tensor]]:
         state = self._optimizer.state
@@ -171,8 +171,8 @@ class PlainOptimizer:
             self._arrival = None
 
     def _undo_initialisation(self) -> None:
-        """``torch.distributed.checkpoint.state_dict`` lets an optimizer make its state by a step
-        with gradients and rates of 0, and leaves both behind if that raises."""
+        """Undo how ``torch.distributed.checkpoint.state_dict`` initialises state: a step with
+        gradients and rates of 0, which it leaves behind if the step raises."""
         groups = self._optimizer.param_groups
         if not self._optimizer.state and all(group.get("lr") == 0.0 for group in groups):
             for group, rate in zip(groups, self._rates, strict=False):
@@ -199,7 +199,7 @@ def _shown(copies: HostCopies, tensor: Tensor) -> Tensor:
 
 
 def parameters_of(optimizer: Optimizer | None) -> list[Tensor]:
-    """Those that it updates."""
+    """List the parameters that it updates."""
     groups = [] if optimizer is None else optimizer.param_groups
     return [parameter for group in groups for parameter in group["params"]]
 
@@ -213,7 +213,6 @@ def _leaves(value: Any) -> Iterator[Tensor]:
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same structure with other tensors."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""``PhaseOffloader``: parameters, gradients and optimizer state in host memory for a while."""
+"""``PhaseOffloader``: move parameters, gradients and optimizer state to host memory for a phase."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..core.errors import (
     copy_error,
 )
 from ..core.fsdp import find_groups
-from ..core.interrupts import held_back
+from ..core.interrupts import defer_sigint
 from ..core.offloadable import offloadable_of
 from ..link import address_range, held_bytes
 from ..link.block import OwnedBlock, StorageBlock, collect, in_order
@@ -36,7 +36,7 @@ from .gradients import Gradients
 from .guard import ModelGuard, PlainOptimizer, remove_all
 
 KINDS: Final = ("params", "grads", "state")
-"""In the order in which they travel."""
+"""Kinds of memory, in the order in which they move."""
 
 _CHOICES: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "params": (("save", "keep"), "parameters are needed again, so they are copied out, or stay"),
@@ -44,61 +44,62 @@ _CHOICES: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "state": (("save", "keep"), "state is needed again, so it is copied out, or stays"),
     "keep_addresses": ((True, False), "neither True nor False"),
 }
-"""With why there are no others."""
+"""Choices of each argument, with the reason for the error."""
 
 
 @dataclass(frozen=True)
 class PhaseStatistics:
-    """Figures of the last offload and the last reload that copied, once they were waited for."""
+    """Figures of the last offload and the last reload that copied, after they have been waited
+    for."""
 
     offloaded: Mapping[str, Figures]  # by kind: params, grads, state
     reloaded: Mapping[str, Figures]
-    offload_seconds: float  # from the call to its end, as the host saw it
+    offload_seconds: float  # from the call to its end, on the host
     reload_seconds: float
-    freed_bytes: int  # that the driver got back at the end of the offload; 0 on a CPU
-    host_bytes: int  # held for what is offloaded
+    freed_bytes: int  # that the offload returned to the driver; 0 on a CPU
+    host_bytes: int  # host memory for offloaded contents
     pinned_bytes: int  # page-locked part of host_bytes
-    pin_seconds: float  # to obtain and page-lock it
-    host_bytes_by_holder: dict[str, int]  # of all that this process holds; host_memory= bounds it
+    pin_seconds: float  # to allocate and page-lock it
+    host_bytes_by_holder: dict[str, int]  # of this whole process; host_memory= bounds the sum
     cycles: int  # reloads
 
 
 class PhaseOffloader:
-    """Moves what a model and its optimizer keep on the device to host memory, and back.
+    """Moves a model's and its optimizer's device memory to the host, and back.
 
-    While it is away, ``state_dict`` and checkpoints work from host memory; forward,
-    ``optimizer.step()`` and loads raise :class:`AwayError`. Objects stay the same: parameters,
-    gradients, views and DTensors; only their memory goes.
+    While the memory is offloaded, ``state_dict`` and checkpoints read host memory; forward,
+    ``optimizer.step()`` and loads raise :class:`AwayError`. Parameters, gradients, views and
+    DTensors stay the same objects; only their memory is freed.
 
-    Seen are calls of modules and of ``optimizer``. A tensor that is used by other ways while it is
-    away (``print(model.weight)``, a kernel over it) has no memory, and the process may die of it.
+    The offloader notices calls of modules and of ``optimizer``. Any other use of an offloaded
+    tensor (``print(model.weight)``, a kernel over it) accesses no memory, and may crash the
+    process.
 
-    Ctrl-C (SIGINT) during a move arrives when the move has ended. Calls come from one thread at a
-    time.
+    Ctrl-C (SIGINT) during a move takes effect after the move. Call it from one thread at a time.
 
     Args:
         model: the module or modules; FSDP2 modules are resharded by each offload.
         optimizer: a :class:`HybridDeviceOptimizer`, any ``torch.optim.Optimizer``, or None.
-        params: parameters and buffers. ``"save"``: copied out and in. ``"keep"``: they stay on the
-            device, and forward works while the rest is away, unless gradients are saved.
-        grads: ``None``: ``.grad`` is None afterwards; a gradient that no ``step()`` of the
-            optimizer has consumed is an error. ``"drop"``: that one is dropped, too. ``"save"``:
-            copied out and in. ``"keep"``: stays on the device.
-        state: of the optimizer: ``"save"`` or ``"keep"``.
-        keep_addresses: move parameters, buffers and state that exist now to new addresses, once,
-            here, where each reload puts them. Else addresses change with each cycle.
-        transfer: how to obtain host memory (``pin``, ``host_memory``).
+        params: parameters and buffers. ``"save"`` copies them out and in. ``"keep"`` leaves them on
+            the device, and forward works while the rest is away, unless gradients are saved.
+        grads: ``None`` drops gradients, and raises if no ``step()`` has consumed one. ``"drop"``
+            drops those, too. ``"save"`` copies them out and in. ``"keep"`` leaves them on the
+            device.
+        state: optimizer state: ``"save"`` or ``"keep"``.
+        keep_addresses: move existing parameters, buffers and state to new addresses once, now, and
+            restore them there at each reload. Otherwise addresses change with each cycle.
+        transfer: how to allocate host memory (``pin``, ``host_memory``).
 
     Raises:
         ConfigError: an argument is wrong, or another PhaseOffloader keeps addresses of the same
             tensors.
-        DeviceError: several devices, one that torch cannot use, or that cannot keep addresses.
-        UnsupportedParameterError: memory that torch does not own.
+        DeviceError: tensors on several devices, or the device is unusable or cannot keep addresses.
+        UnsupportedParameterError: torch does not own a tensor's memory.
         UnsupportedTorchError: this version of torch lacks a private name of FSDP2.
-        SpentGradientError: between a backward that updated parameters and ``step()``.
+        SpentGradientError: called between a backward that updated parameters and ``step()``.
         HostMemoryError: host memory is short; nothing has changed.
         PinningError: the driver refused to page-lock it; nothing has changed.
-        DeviceMemoryError: ``keep_addresses`` needs some 0.5 GiB beside; nothing has changed.
+        DeviceMemoryError: ``keep_addresses`` needs about 0.5 GiB more; nothing has changed.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class PhaseOffloader:
         self._guard = ModelGuard(models, self, allows_forward=params == "keep" and grads != "save")
         self._is_away = self._is_closed = self._moves_optimizer = False
         self._pid, self._cycles = os.getpid(), 0
-        with held_back():
+        with defer_sigint():
             self._reserve()
             hooks = self._gradients.hooks()
             if isinstance(self._optimizer, PlainOptimizer):
@@ -153,7 +154,6 @@ class PhaseOffloader:
             self._unhook = weakref.finalize(self, remove_all, hooks)
 
     def _reserve(self) -> None:
-        """Move what keeps its addresses, and take host memory for all that moves now."""
         try:
             with self._turn("PhaseOffloader()"):
                 self._prepare()
@@ -170,26 +170,27 @@ class PhaseOffloader:
 
     @property
     def is_away(self) -> bool:
-        """From the call of :meth:`offload` to the return of :meth:`reload`."""
+        """Whether memory is offloaded: from the call of :meth:`offload` to the return of
+        :meth:`reload`."""
         return self._is_away
 
-    @held_back()
+    @defer_sigint()
     def offload(self, *, wait: bool = True) -> Handle:
-        """Copy everything to host memory and give its device memory up. Does nothing while away.
+        """Copy everything to host memory and free its device memory. Does nothing while offloaded.
 
-        If this raises, everything is on the device as before.
+        If this raises, everything is still on the device.
 
         Args:
-            wait: return when the memory is the driver's again. Else copies run beside what
-                follows; memory becomes torch's as :meth:`Handle.is_done` finds them complete, and
-                the driver's with :meth:`Handle.wait`.
+            wait: return after the memory is back at the driver. Otherwise copies overlap later
+                work; :meth:`Handle.is_done` frees completed ones to torch's allocator, and
+                :meth:`Handle.wait` all of them to the driver.
 
         Raises:
-            HostMemoryError, PinningError: there is something new to hold.
-            UnspentGradientError: a gradient would be lost, see ``grads``.
-            SpentGradientError: between a backward that updated parameters and ``step()``.
-            UnsupportedParameterError: there is memory that torch does not own.
-            ClosedError: after :meth:`close`, or in a forked process.
+            HostMemoryError, PinningError: new contents do not fit into host memory.
+            UnspentGradientError: a gradient would be lost; see ``grads``.
+            SpentGradientError: called between a backward that updated parameters and ``step()``.
+            UnsupportedParameterError: torch does not own some memory.
+            ClosedError: called after :meth:`close`, or in a forked process.
         """
         self._check()
         with self._turn("offload()"), storages.span("offload"):
@@ -199,13 +200,13 @@ class PhaseOffloader:
     def _offload(self) -> None:
         if not self._is_away:
             optimizer = self._optimizer
-            # Another offloader may have it away, and then that one reloads it.
+            # Another offloader may have offloaded it, and then reloads it.
             self._moves_optimizer = optimizer is not None and not optimizer.is_away
             self._prepare()
             parameters = self._parameters()
             self._gradients.check(parameters)
             self._transfer.out(self._blocks(parameters), self._staging())
-            # All copies are enqueued: what follows only says so, and cannot fail.
+            # All copies are enqueued; the rest only records that, and cannot fail.
             self._is_away = True
             self._guard.close(self._transfer)
             if self._moves_optimizer and optimizer is not None:
@@ -216,19 +217,19 @@ class PhaseOffloader:
         optimizer = self._optimizer
         return contextlib.nullcontext() if optimizer is None else optimizer.turn(what)
 
-    @held_back()
+    @defer_sigint()
     def reload(self, *, wait: bool = True) -> Handle:
-        """Bring everything back, parameters first. Does nothing while it is present.
+        """Copy everything back to the device, parameters first. Does nothing while present.
 
         Args:
-            wait: return when everything was copied. Else the current stream waits for the
-                parameters, so a forward may be launched at once, and ``optimizer.step()`` waits
-                for the state.
+            wait: return after everything was copied. Otherwise the current stream waits for the
+                parameters, so a forward may follow at once, and ``optimizer.step()`` waits for the
+                state.
 
         Raises:
-            DeviceMemoryError: device memory is short. Everything is still in host memory; call
-                again when there is some.
-            ClosedError: in a forked process.
+            DeviceMemoryError: device memory is short. Everything is still in host memory; free some
+                and call again.
+            ClosedError: called in a forked process.
         """
         with self._turn("reload()"), storages.span("reload"):
             return self._reload(wait)
@@ -251,9 +252,11 @@ class PhaseOffloader:
 
     @contextlib.contextmanager
     def away(self) -> Iterator[Handle]:
-        """:meth:`offload` at the beginning and :meth:`reload` at the end, also of exceptions.
+        """Call :meth:`offload` at the beginning and :meth:`reload` at the end, also after
+        exceptions.
 
-        What was away before stays so: an inner one leaves the reload to the outer one.
+        Memory that was offloaded before stays so: an inner context leaves the reload to the outer
+        one.
         """
         was_away = self._is_away
         try:
@@ -262,14 +265,14 @@ class PhaseOffloader:
             if self._is_away and not was_away:
                 self.reload()
 
-    @held_back()
+    @defer_sigint()
     def close(self) -> None:
-        """Bring everything back and give all host memory up. Idempotent.
+        """Copy everything back and free all host memory. Idempotent.
 
-        With ``keep_addresses`` tensors get ordinary memory, and other addresses.
+        With ``keep_addresses``, tensors move to ordinary memory, and get other addresses.
 
         Raises:
-            DeviceMemoryError: device memory is short; call again when there is some.
+            DeviceMemoryError: device memory is short; free some and call again.
         """
         if self._is_closed:
             return
@@ -280,15 +283,15 @@ class PhaseOffloader:
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(
                 "close() of a PhaseOffloader with keep_addresses=True",
-                reason=f"no memory at other addresses ({error})",
+                reason=f"the device has no room at other addresses ({error})",
                 remedy="free device memory, then call it again; everything is on the device",
             ) from error
         self._transfer.close()
         self._unhook()
-        self._is_closed = True  # last: what has failed half-way goes on in the next call
+        self._is_closed = True  # last, so that another call continues after a failure
 
     def statistics(self) -> PhaseStatistics:
-        """Figures of the moves that have ended."""
+        """Return figures of the moves that have ended."""
         pool = self._transfer.pool
         last_out, last_back = self._transfer.last_out, self._transfer.last_back
         out, back = last_out.figures(), last_back.figures()
@@ -314,7 +317,6 @@ class PhaseOffloader:
     # ------------------------------------------------------------------ what moves
 
     def _prepare(self) -> None:
-        """Finish what is under way, and let FSDP2 give up gathered parameters."""
         if self._optimizer is not None:
             self._optimizer.prepare_offload()
         for group in self._groups:
@@ -346,7 +348,7 @@ class PhaseOffloader:
         return (*parameters.items(), *buffers)
 
     def _blocks(self, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, list[OwnedBlock]]]:
-        """Kinds with what moves of them; each storage once, and none that a kept kind shows."""
+        """Yield kinds with the blocks that move; each storage once, and none of a kept kind."""
         known: set[int] = set()
         kept = [kind for kind in KINDS if self._policies[kind] == "keep"]
         for kind in kept:
@@ -359,10 +361,10 @@ class PhaseOffloader:
                     continue
                 if storage.resizable():
                     found.append(StorageBlock(f"{kind}.{name}", storage))
-                elif self._backend.device.type != "cpu":  # there nothing is lost if it stays
+                elif self._backend.device.type != "cpu":  # on the CPU it may as well stay
                     raise UnsupportedParameterError(
                         f"{kind} {name}",
-                        reason="torch does not own its memory, so it cannot be given up",
+                        reason="torch does not own its memory, so it cannot free it",
                         remedy="clone() it once after loading",
                     )
             yield kind, [*chunks, *in_order(found)]
@@ -370,7 +372,6 @@ class PhaseOffloader:
     def _storages(
         self, kind: str, parameters: Mapping[str, Tensor], known: set[int]
     ) -> Iterator[tuple[str, torch.UntypedStorage]]:
-        """Storages of a kind on the device that ``known``, which is extended, does not have."""
         device = self._backend.device
         for name, tensor in self._tensors(kind, parameters):
             for below, plain in dtensor.plain_tensors(tensor):
@@ -391,33 +392,33 @@ class PhaseOffloader:
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(
                 "PhaseOffloader(keep_addresses=True)",
-                reason=f"no device memory to move tensors with ({error}); all is as before",
-                remedy="free some, or leave keep_addresses out",
+                reason=f"the device has no room to move tensors ({error}); nothing has changed",
+                remedy="free device memory, or leave keep_addresses out",
             ) from error
         self._backend.current_stream().synchronize()
         release_cached(self._backend.device)
 
 
 def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tuple[Handle, Handle]:
-    """An offload of one set and a reload of another beside each other.
+    """Offload one set and reload another at the same time.
 
     Args:
-        out: is offloaded.
-        in_: is reloaded; where device memory is short, into what ``out`` has given up.
-        wait: as of :meth:`PhaseOffloader.reload`. The call itself waits until ``out`` has given up
-            as much as ``in_`` needs.
+        out: the set to offload.
+        in_: the set to reload; if device memory is short, into memory that ``out`` has freed.
+        wait: as of :meth:`PhaseOffloader.reload`. The call itself waits until ``out`` has freed as
+            much as ``in_`` needs.
 
     Returns:
         The handles of ``out`` and of ``in_``.
 
     Raises:
-        DeviceMemoryError: ``in_`` does not fit in the place of ``out``; both are away.
-        HostMemoryError, PinningError, UnspentGradientError, SpentGradientError: ``out`` cannot be
-            offloaded, see :meth:`PhaseOffloader.offload`; it stays, and ``in_`` is away.
-        ClosedError: one of them is closed; nothing was moved.
+        DeviceMemoryError: ``in_`` does not fit in the memory of ``out``; both are offloaded.
+        HostMemoryError, PinningError, UnspentGradientError, SpentGradientError: as of
+        :meth:`PhaseOffloader.offload`; ``out`` stays on the device, and ``in_`` is offloaded.
+        ClosedError: one of them is closed; nothing moved.
     """
     in_._check()
-    with held_back():
+    with defer_sigint():
         one = out.offload(wait=False)
         try:
             with in_._turn("reload()"):

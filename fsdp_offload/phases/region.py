@@ -1,4 +1,4 @@
-"""Tensors whose device memory is given up and taken back at the same address."""
+"""Tensors whose device memory can be freed and mapped again at the same address."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..core.config import TransferConfig, parse_bytes
 from ..core.devices import backend_for, default_device
 from ..core.errors import AwayError, ConfigError, DeviceMemoryError, check_open, copy_error
-from ..core.interrupts import held_back
+from ..core.interrupts import defer_sigint
 from ..core.storage import tie
 from ..link import held_bytes
 from ..link.address_range import CHUNK_BYTES
@@ -24,18 +24,18 @@ from .fixed import FixedMemory
 
 @dataclass(frozen=True)
 class RegionStatistics:
-    """What a region holds and what its moves took."""
+    """Sizes of a region, and figures of its moves."""
 
-    n_bytes: int  # device memory of the whole region, with what lies between tensors
-    device_bytes: int  # that it has now
+    n_bytes: int  # device memory of the whole region, gaps between tensors included
+    device_bytes: int  # device memory that is mapped now
     pinned_bytes: int  # host memory for its contents; 0 before the first pause(save=True)
-    host_bytes_by_holder: dict[str, int]  # of all that this process holds; host_memory= bounds it
-    offloaded: Figures  # of the last pause that copied, once it was waited for
-    reloaded: Figures  # of the last resume, likewise
+    host_bytes_by_holder: dict[str, int]  # of this whole process; host_memory= bounds the sum
+    offloaded: Figures  # last pause that copied, after it has been waited for
+    reloaded: Figures  # last resume, after it has been waited for
 
 
 class FixedAddressRegion:
-    """Device memory for tensors that keep their address while their memory is away.
+    """Device memory for tensors that keep their address while the memory is freed.
 
     Example::
 
@@ -44,15 +44,15 @@ class FixedAddressRegion:
         region.pause(save=False)      # the memory is free for others
         region.resume()               # same data_ptr: CUDA graphs over it replay
 
-    The region grows with :meth:`empty`. What a tensor took is not given out again when it dies:
-    all memory goes back when the region and all of its tensors are gone.
+    The region grows with :meth:`empty`. It does not reuse the memory of a dead tensor: all memory
+    is freed when the region and all of its tensors are gone.
 
-    The caller does not use its tensors while it is paused: a kernel stops with an illegal access.
+    Do not use its tensors while it is paused: a kernel would stop with an illegal access.
 
     Args:
         name: for statistics and error messages.
-        device: where; ``None`` is the current accelerator, or the CPU where there is none.
-        transfer: how to obtain host memory (``pin``, ``host_memory``).
+        device: ``None``: the current accelerator, else the CPU.
+        transfer: how to allocate host memory (``pin``, ``host_memory``).
         chunk_bytes: memory is mapped and unmapped in chunks of this size.
 
     Raises:
@@ -69,10 +69,14 @@ class FixedAddressRegion:
         chunk_bytes: int | str = CHUNK_BYTES,
     ) -> None:
         if not isinstance(name, str) or not name:
-            raise ConfigError(f"name={name!r}", reason="no name", remedy='give one, such as "kv"')
+            raise ConfigError(
+                f"name={name!r}",
+                reason="it must be a non-empty string",
+                remedy='use one such as "kv"',
+            )
         chunk = parse_bytes(chunk_bytes, "chunk_bytes")
         if not chunk:
-            raise ConfigError("chunk_bytes=0", reason="no size", remedy="leave it out")
+            raise ConfigError("chunk_bytes=0", reason="it must be positive", remedy="leave it out")
         if device is None:
             device = default_device()
         self._backend = backend = backend_for(torch.device(device))
@@ -91,17 +95,17 @@ class FixedAddressRegion:
 
     @property
     def is_paused(self) -> bool:
-        """Whether its tensors may not be used."""
+        """Whether its memory is unmapped, so that its tensors must not be used."""
         return self._is_paused
 
     @property
     def n_bytes(self) -> int:
-        """Device memory of the whole region, whether it is present or not."""
+        """Bytes of the whole region, mapped or not."""
         return self._memory.n_bytes
 
-    @held_back()
+    @defer_sigint()
     def empty(self, shape: int | Sequence[int], *, dtype: torch.dtype | None = None) -> Tensor:
-        """A contiguous tensor of the region, with any content.
+        """Allocate a contiguous tensor in the region, uninitialised.
 
         Args:
             shape: sizes, as of ``torch.empty``.
@@ -109,8 +113,8 @@ class FixedAddressRegion:
 
         Raises:
             AwayError: the region is paused.
-            ClosedError: it is closed.
-            DeviceMemoryError: it cannot grow; nothing was taken.
+            ClosedError: the region is closed.
+            DeviceMemoryError: the region cannot grow; nothing was taken.
             ConfigError: a size is negative.
         """
         sizes = torch.Size((shape,) if isinstance(shape, int) else shape)
@@ -136,16 +140,16 @@ class FixedAddressRegion:
                 raise DeviceMemoryError(
                     f"growing region {self.name!r} by {n_bytes} bytes",
                     reason=str(error),
-                    remedy="free device memory and try again; the region is as before",
+                    remedy="free device memory and try again; the region has not changed",
                 ) from error
             storage = addresses.take(n_bytes)
-            tie(storage, addresses)  # a PhaseOffloader leaves it where it is
+            tie(storage, addresses)  # so that a PhaseOffloader does not move it
             tensor = torch.empty(0, dtype=dtype, device=self.device)
             return tensor.set_(storage, 0, sizes, torch.empty(sizes, device="meta").stride())
 
-    @held_back()
+    @defer_sigint()
     def reserve(self) -> None:
-        """Take, and pin, host memory now instead of in the first ``pause(save=True)``.
+        """Allocate and pin host memory now instead of in the first ``pause(save=True)``.
 
         Raises:
             HostMemoryError: it does not fit.
@@ -154,22 +158,22 @@ class FixedAddressRegion:
         self._check_open("reserve()")
         self._transfer.reserve(self._memory.blocks())
 
-    @held_back()
+    @defer_sigint()
     def pause(self, save: bool = True, wait: bool = True) -> Handle:
-        """Give the device memory up. Paused already: nothing happens, whatever ``save`` is.
+        """Free the device memory. Does nothing if it is already paused.
 
-        It starts after what the current stream has under way. The caller has waited for the work
-        of other streams on the region.
+        It runs after the work of the current stream. The caller has waited for the work of other
+        streams on the region.
 
         Args:
-            save: copy the contents to host memory; False: they are undefined after
+            save: copy the contents to host memory; if False, they are undefined after
                 :meth:`resume`.
-            wait: return when the memory is free. False: :meth:`Handle.wait` or
-                :meth:`Handle.is_done` gives up what was copied by then.
+            wait: return after the memory is free; if False, :meth:`Handle.wait` or
+                :meth:`Handle.is_done` frees what has been copied.
 
         Raises:
-            HostMemoryError, PinningError: no host memory for the contents; nothing has moved.
-            ClosedError: the region is closed, or of another process.
+            HostMemoryError, PinningError: no host memory for the contents; nothing moved.
+            ClosedError: the region is closed, or belongs to another process.
         """
         self._check_open("pause()")
         if not self._is_paused:
@@ -178,16 +182,18 @@ class FixedAddressRegion:
             self._is_paused = True
         return self._transfer.last(wait=wait)
 
-    @held_back()
+    @defer_sigint()
     def resume(self, wait: bool = True) -> Handle:
-        """Take the device memory back, with the contents if they were saved. Not paused: nothing.
+        """Map the device memory again, and restore saved contents. Does nothing if it is not
+        paused.
 
         Args:
-            wait: return when the contents are there. False: :meth:`Handle.wait` says so.
+            wait: return after the contents are restored; if False, :meth:`Handle.wait` waits for
+                them.
 
         Raises:
-            DeviceMemoryError: there is no memory. The region stays paused, and its contents in host
-                memory; a later call may succeed.
+            DeviceMemoryError: device memory is short. The region stays paused, with its contents in
+                host memory; a later call may succeed.
             ClosedError: as of :meth:`pause`.
         """
         self._check_open("resume()")
@@ -199,7 +205,7 @@ class FixedAddressRegion:
         return self._transfer.last(wait=wait)
 
     def statistics(self) -> RegionStatistics:
-        """Sizes, and the last moves' times."""
+        """Return sizes, and figures of the last moves."""
         return RegionStatistics(
             n_bytes=self.n_bytes,
             device_bytes=sum(each.mapped_bytes for each in self._memory.ranges),
@@ -209,15 +215,15 @@ class FixedAddressRegion:
             reloaded=self._transfer.last_back.figures().get("region", Figures()),
         )
 
-    @held_back()
+    @defer_sigint()
     def close(self) -> None:
-        """Give all memory back: the host's now, the device's when the last tensor is gone.
+        """Free all memory: the host's now, the device's with the last tensor.
 
-        Contents of tensors are lost if the region is paused. Idempotent.
+        A paused region loses its contents. Idempotent.
         """
         self._transfer.close()
         self._is_closed = True
-        self._memory.ranges.clear()  # it goes when nothing refers to it any more
+        self._memory.ranges.clear()  # freed with the last reference
 
     def _check_open(self, what: str) -> None:
         check_open(f"{what} of region {self.name!r}", self._pid, is_closed=self._is_closed)

@@ -1,4 +1,4 @@
-"""Sizes of a paged stash: pages on the device, pages in host memory, and who has which. Pure."""
+"""Sizes of a paged stash: pages on the device and in host memory. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,50 +11,50 @@ from ..core.config import GIB
 
 @dataclass(frozen=True)
 class GroupRows:
-    """What was saved of one group, the largest of those with as many groups before them."""
+    """Recorded sizes of the group at one position: the largest of all iterations."""
 
     rows: int
-    """The most that existed."""
+    """The most rows in use."""
     capacity: int
     row_bytes: tuple[int, ...]
-    """Of each memory range."""
+    """Bytes per row of each memory range."""
 
     def pages(self, page_bytes: int, rows: int | None = None) -> int:
-        """That so many rows take; ``None``: those that existed."""
+        """Return the pages for so many rows; ``None``: for the recorded ones."""
         count = self.rows if rows is None else rows
         return sum(-(-count * each // page_bytes) for each in self.row_bytes)
 
 
 @dataclass(frozen=True)
 class StashPlan:
-    """What ``prepare()`` takes."""
+    """Sizes that ``prepare()`` allocates."""
 
     groups: tuple[GroupRows, ...]
-    """As recorded, in the order in which they were saved."""
+    """Recorded groups, in the order in which they were saved."""
     page_bytes: int
     margin: float
     most_pages: int
-    """In use at once, as recorded; 0: nothing was recorded."""
+    """The most pages in use at once, as recorded; 0: nothing recorded."""
     device_pages: int
     host_pages: int
 
     @property
     def device_bytes(self) -> int:
-        """Of the pool in device memory."""
+        """Bytes of the pool in device memory."""
         return self.device_pages * self.page_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Of the pool in host memory."""
+        """Bytes of the pool in host memory."""
         return self.host_pages * self.page_bytes
 
     @property
     def is_full(self) -> bool:
-        """Whether every buffer was full: pages save nothing then."""
+        """Whether every buffer was full, so that pages save nothing."""
         return bool(self.groups) and all(each.rows == each.capacity for each in self.groups)
 
     def explain(self) -> str:
-        """The sizes in words, one line each."""
+        """Explain the sizes, one line each."""
         used = sum(each.rows * sum(each.row_bytes) for each in self.groups)
         worst = sum(each.capacity * sum(each.row_bytes) for each in self.groups)
         lines = [
@@ -62,15 +62,15 @@ class StashPlan:
             f"host, in pages of {self.page_bytes} bytes"
         ]
         if not self.groups:
-            return lines[0] + "; no group was recorded"
+            return lines[0] + "; no group recorded yet"
         need = self.most_pages * self.page_bytes
         lines += [
-            f"groups: {len(self.groups)}, buffers {_size(worst)}, rows that existed {_size(used)}",
+            f"groups: {len(self.groups)}, buffers {_size(worst)}, rows in use {_size(used)}",
             f"in use at once: {_size(need)}, with a margin of {self.margin:g}: "
             f"{_size(math.ceil(need * self.margin))}",
         ]
         if self.is_full:
-            lines.append("every buffer was full: pages save nothing here")
+            lines.append("every buffer was full, so pages save no memory")
         return "\n".join(lines)
 
 
@@ -83,16 +83,16 @@ def make_plan(
     host_bytes: int,
     margin: float,
 ) -> StashPlan:
-    """How many pages there are.
+    """Choose the number of pages.
 
     Args:
-        groups: recorded; empty where ``device_bytes`` is given instead.
-        most_pages: in use at once, as recorded.
-        page_bytes: of a page.
-        device_bytes: of the pool on the device; ``None``: what was recorded, with the margin, and
-            no more than all rows of all buffers.
-        host_bytes: of the pool on the host.
-        margin: factor to what was recorded, at least 1.
+        groups: recorded groups; empty if ``device_bytes`` is given instead.
+        most_pages: recorded pages in use at once.
+        page_bytes: bytes of one page.
+        device_bytes: bytes of the pool on the device; ``None``: the recorded need with the margin,
+            at most all rows of all buffers.
+        host_bytes: bytes of the pool on the host.
+        margin: factor to the recorded need, at least 1.
     """
     wanted = math.ceil(most_pages * margin)
     if device_bytes is None:

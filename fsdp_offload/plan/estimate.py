@@ -1,10 +1,10 @@
-"""What a job takes, from its size alone: no GPU is asked.
+"""Estimate the memory of a job from its size alone, without a GPU.
 
-An iteration has two peaks. When the backward begins, activations and logits are there and no
-gradients; when it ends, all gradients, and what one block needs. FSDP2 keeps the shards, and beside
-them whole copies of the root's parameters and of two blocks, with one rank too.
+An iteration has two peaks. When the backward begins, memory holds activations and logits, but no
+gradients; when it ends, all gradients and the activations of one block. FSDP2 keeps the shards and
+all-gathered copies of the root's parameters and of two blocks, even with one rank.
 
-There is no model of how fast a GPU is: :func:`bounds_ms` takes the caller's figures.
+Nothing here models how fast a GPU is: :func:`bounds_ms` takes the caller's figures.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from .residency import LEAST_SLOTS, margin_bytes, most_slots
 
 MOST_GPUS: Final = 4096
 CONTEXT_BYTES: Final = 600 << 20
-"""That CUDA, cuBLAS and NCCL take beside torch's allocator."""
+"""Bytes that CUDA, cuBLAS and NCCL take outside torch's allocator."""
 
 
 GATHER_SLOTS: Final = 3
-"""Groups of weights that the device has at a time, of those that leave."""
+"""Groups of offloaded weights on the device at a time."""
 GRADIENT_SLOTS: Final = 2
-"""Groups of gradients, likewise."""
+"""Groups of offloaded gradients on the device at a time."""
 CARDS: Final = {
     "h100-80": int(79.2 * GIB),
     "h200": int(139.8 * GIB),
@@ -47,41 +47,41 @@ class Model:
     width: int
     vocabulary: int
     saved_widths: float = 16.0
-    """Elements that a block saves for its backward, per token, in widths: 8 and, of the MLP, two
-    per unit (four where it is gated)."""
+    """Elements that a block saves for backward, per token, in widths: 8, plus two per unit of the
+    MLP (four if it is gated)."""
 
     @classmethod
     def of_size(cls, params: float, vocabulary: int = 60000) -> Model:
-        """The usual shape for so many parameters: 128 elements of width for each layer."""
+        """Assume the usual shape for so many parameters: 128 elements of width per layer."""
         width = 128 * max(1, round((params * 128 / 12) ** (1 / 3) / 128))
         layers = max(1, round((params - vocabulary * width) / (12 * width * width)))
         return cls(int(params), layers, width, vocabulary)
 
     @property
     def block_params(self) -> float:
-        """Of one block, without embedding and projection."""
+        """Parameters of one block, without embedding and projection."""
         return (self.params - self.root_params) / self.layers
 
     @property
     def root_params(self) -> int:
-        """Embedding and norm; a projection of its own is counted among the blocks."""
+        """Parameters of embedding and norm; the blocks count an untied projection."""
         return self.vocabulary * self.width
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What each GPU trains with."""
+    """Work of each GPU."""
 
     tokens: int  # per iteration and GPU
     gpus: int = 1
     checkpointed: bool = True
-    shard_bytes: int = 2  # of one element: 2 (bf16), 4 (fp32)
+    shard_bytes: int = 2  # per element: 2 (bf16), 4 (fp32)
     moments: str = "fp32"
     offload: str = "state"  # "all": weights and gradients may leave as well
 
     @property
     def state_bytes(self) -> float:
-        """Optimizer state of one parameter that travels each way."""
+        """Bytes of optimizer state per parameter that move each way."""
         moments = {"fp32": 8.0, "bf16": 4.0, "int8": 2.125}[self.moments]
         return moments + (2 if self.shard_bytes == 2 else 0)  # the remainder of the master
 
@@ -97,46 +97,47 @@ class Estimate:
     """Activations, logits and their gradients at the higher of the two peaks."""
     state_bytes: float
     stays_bytes: float
-    """Of the state, on the device all the time."""
+    """State that stays on the device."""
     slots_bytes: float
-    """Of what travels: state, weights and gradients."""
+    """Transfer slots for state, weights and gradients."""
     host_bytes: float
     peak_bytes: float
-    """Of torch's allocator, what stays and slots counted."""
+    """Peak of torch's allocator, with state that stays and slots."""
     weights_away_bytes: float = 0.0
     gradients_away_bytes: float = 0.0
 
     @property
     def in_bytes(self) -> float:
-        """To the device in each iteration. Weights: for forward, backward and update."""
+        """Bytes to the device per iteration. Weights move for forward, backward and update."""
         state = self.state_bytes - self.stays_bytes
         return state + self.gradients_away_bytes + 3 * self.weights_away_bytes
 
     @property
     def out_bytes(self) -> float:
-        """To the host in each iteration."""
+        """Bytes to the host per iteration."""
         state = self.state_bytes - self.stays_bytes
         return state + self.gradients_away_bytes + self.weights_away_bytes
 
     @property
     def travels_bytes(self) -> float:
-        """In the busier direction, in each iteration."""
+        """Bytes per iteration in the busier direction."""
         return max(self.in_bytes, self.out_bytes)
 
 
 def estimate(
     model: Model, work: Workload, memory_bytes: int, device_memory_bytes: float | None = None
 ) -> Estimate | None:
-    """What a GPU takes.
+    """Estimate the memory of one GPU.
 
     Args:
-        model: its size.
-        work: what each GPU trains with.
-        memory_bytes: of the GPU.
-        device_memory_bytes: for state; ``None``: what remains, as with ``device_memory="auto"``.
+        model: the model's size.
+        work: the work of each GPU.
+        memory_bytes: memory of the GPU.
+        device_memory_bytes: limit for state; ``None``: what remains, as with
+            ``device_memory="auto"``.
 
     Returns:
-        ``None`` where it does not fit.
+        ``None`` if the job does not fit.
     """
     shards = model.params / work.gpus
     weights = gradients = work.shard_bytes * shards
@@ -179,12 +180,12 @@ def estimate(
 def _stay(
     model: Model, work: Workload, weights: float, free_bytes: float
 ) -> tuple[float, float, float]:
-    """Weights and gradients (as many bytes) that stay, and slots for those that leave.
+    """Divide memory: bytes of weights and of gradients that stay, and slots for the rest.
 
-    By what a byte saves on the link: weights stay first, then gradients, then state.
+    Sorted by what a byte saves on the link: weights stay first, then gradients, then state.
     """
     group = work.shard_bytes * max(model.block_params, model.root_params) / work.gpus
-    left = free_bytes - float(LEAST_SLOTS * SMALL_BUCKET_BYTES) - 1024  # of roundings
+    left = free_bytes - float(LEAST_SLOTS * SMALL_BUCKET_BYTES) - 1024  # for rounding
     lent = 0.0
     if 2 * weights > left:
         lent += GRADIENT_SLOTS * group
@@ -196,11 +197,11 @@ def _stay(
 
 
 def bounds_ms(travels_bytes: float, compute_ms: float, link_gbps: float) -> tuple[float, float]:
-    """The least and the most that an iteration takes: all of the travel is hidden, or none of it.
+    """Bound the time of an iteration: the transfers are hidden entirely, or not at all.
 
     Args:
-        travels_bytes: each way, both at the same time.
-        compute_ms: of an iteration without any travel, with its update.
+        travels_bytes: bytes each way, both at the same time.
+        compute_ms: milliseconds of an iteration without transfers, update included.
         link_gbps: GB/s each way, while both directions are busy.
     """
     link_ms = travels_bytes / (1e6 * link_gbps)
@@ -210,18 +211,16 @@ def bounds_ms(travels_bytes: float, compute_ms: float, link_gbps: float) -> tupl
 def _bare_peak(
     model: Model, work: Workload, weights: float, gradients: float, unsharded: float
 ) -> float:
-    """Without optimizer state: see the module's docstring."""
     block = 2 * model.saved_widths * model.width * work.tokens
     kept = 2 * model.width * work.tokens if work.checkpointed else block
-    logits = 3 * 2 * model.vocabulary * work.tokens  # with the log-probabilities and a gradient
+    logits = 3 * 2 * model.vocabulary * work.tokens  # logits, log-probabilities and their gradient
     begins = weights + model.layers * kept + logits + 2 * model.root_params
-    block_gradients = 2 * 2 * model.block_params  # and the buffer of their reduction
+    block_gradients = 2 * 2 * model.block_params  # gradients and their reduction buffer
     ends = weights + gradients + unsharded + block + block_gradients
     return max(begins, ends)
 
 
 def _divide(state: float, allowed: float) -> tuple[float, float]:
-    """What stays, and slots: as :func:`.residency.choose`."""
     if state <= allowed:
         return state, 0.0
     slots = float(SMALL_BUCKET_BYTES * most_slots(int(allowed), SMALL_BUCKET_BYTES))
@@ -229,8 +228,8 @@ def _divide(state: float, allowed: float) -> tuple[float, float]:
 
 
 def fewest_gpus(model: Model, work: Workload, memory_bytes: int) -> int | None:
-    """The smallest power of two of GPUs on which it fits; None: not on
-    :data:`MOST_GPUS`."""
+    """Find the smallest power of two of GPUs that hold the job; None if :data:`MOST_GPUS` do
+    not."""
     gpus = 1
     while gpus <= MOST_GPUS:
         if estimate(model, replace(work, gpus=gpus), memory_bytes) is not None:

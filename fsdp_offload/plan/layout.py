@@ -1,4 +1,4 @@
-"""Where every byte of state lies and how it is cut into buckets: pure arithmetic.
+"""Layout of state in the arena and its division into buckets. Pure functions.
 
 A *dtype group* is a list of parameters in one fixed order that share a lane, a shard dtype and a
 compute dtype. Its part of the arena is *kind-major*: all ``exp_avg``, then all ``exp_avg_sq``, ...
@@ -27,10 +27,10 @@ from ..core.config import Lane, OffloadConfig, align
 from ..core.errors import ConfigError
 
 ALIGN_NUMEL: Final = 64
-"""Cuts and starts of parameters are multiples of this."""
+"""Cuts and parameter starts are multiples of this."""
 SLOT_ALIGN_BYTES: Final = 256
 CUDA_TILE_NUMEL: Final = 2048
-"""Elements that a block of a CUDA multi-tensor kernel handles per turn."""
+"""Elements per turn of a block of a CUDA multi-tensor kernel."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class Kind:
 class ParamSpec:
     """One parameter as plans see it: sizes, no tensor.
 
-    The second half is what the choice of lanes goes by: the same on all ranks.
+    The second half decides the choice of lanes, and is the same on all ranks.
     """
 
-    index: int = -1  # which parameter of the optimizer; -1 until it has a place there
+    index: int = -1  # position in the optimizer; -1 until it has one
     numel: int = 0  # elements of its shard
     kinds: tuple[tuple[Kind, int], ...] = ()  # (kind, elements): numel, or less if factored
     cuttable: bool = True
@@ -62,7 +62,7 @@ class ParamSpec:
     fqn: str = ""
     global_bytes: int = 0  # state bytes of the whole parameter
     must_stay: bool = False  # tensor subclasses, state of unknown shape, coupled parameters
-    whole: bool = False  # updated as a whole matrix: no host lane
+    whole: bool = False  # updated as a whole matrix: not on the CPU
 
     @property
     def state_bytes(self) -> int:
@@ -77,11 +77,11 @@ class Slice:
     spec: ParamSpec
     start: int
     stop: int
-    scratch_start: int  # where it begins in scratch memory of the bucket, in elements
+    scratch_start: int  # first element in the bucket's scratch memory
 
     @functools.cached_property
     def cut(self) -> slice | None:
-        """The elements in a 1-D tensor of the whole shard; None: it is all of them."""
+        """The slice of a 1-D tensor of the whole shard; None: all of it."""
         return None if self.numel == self.spec.numel else slice(self.start, self.stop)
 
     @property
@@ -92,7 +92,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Span:
-    """The bytes of one kind that a bucket moves: arena range and place in the slot."""
+    """Bytes of one kind that a bucket moves: range in the arena and in the slot."""
 
     kind: Kind
     arena_start: int
@@ -111,13 +111,13 @@ class Bucket:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that travel in each direction."""
+        """Bytes that move in each direction."""
         return sum(span.n_bytes for span in self.spans)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A dtype group's place in the arena and its buckets."""
+    """The place of a dtype group in the arena, and its buckets."""
 
     buckets: tuple[Bucket, ...]
     offsets: dict[tuple[int, str], int] = field(hash=False)  # (parameter, kind) -> arena byte
@@ -127,7 +127,7 @@ class Layout:
 
     @property
     def scratch_numel(self) -> int:
-        """Scratch elements that fit every bucket."""
+        """Scratch elements that suffice for every bucket."""
         return max((bucket.scratch_numel for bucket in self.buckets), default=0)
 
 
@@ -168,12 +168,12 @@ def _place(specs: Sequence[ParamSpec], start: int) -> tuple[dict[tuple[int, str]
 
 
 def _cut(specs: Sequence[ParamSpec], bucket_bytes: int) -> list[list[Slice]]:
-    """Slices of each bucket: filled in order, large parameters cut at the bucket's end."""
+    """Fill buckets with slices in order, and cut large parameters at a bucket's end."""
     buckets: list[list[Slice]] = [[]]
     free, scratch = bucket_bytes, 0
     for spec in specs:
-        # At least 4 bytes per element count, so that scratch memory stays in proportion for
-        # optimizers with little or no state.
+        # An element counts as at least 4 bytes, so that scratch memory stays small for optimizers
+        # with little or no state.
         per_numel = max(4, -(-spec.state_bytes // max(spec.numel, 1)))
         start = 0
         while True:
@@ -217,7 +217,8 @@ def _finish(slices: list[Slice], offsets: dict[tuple[int, str], int]) -> Bucket:
 def kind_range(
     slice_: Slice, kind: Kind, numel: int, offsets: dict[tuple[int, str], int]
 ) -> tuple[int, int]:
-    """Arena bytes ``[start, stop)`` of one slice's state of one kind (``numel`` of the spec)."""
+    """Return the arena bytes ``[start, stop)`` of one kind of a slice's state (``numel`` of the
+    spec)."""
     base = offsets[slice_.spec.index, kind.name]
     if not slice_.spec.cuttable:
         return base, base + numel * kind.itemsize
@@ -226,15 +227,14 @@ def kind_range(
 
 
 def choose_lanes(specs: Sequence[ParamSpec], config: OffloadConfig) -> tuple[Lane, ...]:
-    """One lane per spec, in update order, by global sizes alone: the same on every rank.
+    """Choose a lane per spec, in update order, from global sizes alone, so that all ranks agree.
 
-    Parameters stay on the device in the given order as long as they fit into what may stay; a
-    parameter that does not fit is offloaded and later, smaller ones are still tried. So the
-    share that leaves is at least the one asked for, and exceeds it by less than the largest
-    parameter.
+    Parameters stay on the device in the given order while they fit the share that may stay; one
+    that does not fit is offloaded, and later, smaller ones still get a chance. So the offloaded
+    share is at least the requested one, and exceeds it by less than the largest parameter.
 
     Raises:
-        ConfigError: ``update_on="host"``, and the optimizer works on whole matrices.
+        ConfigError: ``update_on="host"``, and the optimizer updates whole matrices.
     """
     sizes = [c.global_bytes for c in specs]
     allowance = (1.0 - config.offload_fraction) * sum(sizes)
@@ -248,12 +248,12 @@ def choose_lanes(specs: Sequence[ParamSpec], config: OffloadConfig) -> tuple[Lan
             lanes.append("resident")
             allowance -= size
         else:
-            # Nothing to move: with a fraction of 0 everything is resident, also empty parameters.
+            # With a fraction of 0 everything is resident, even empty parameters.
             keep = size == 0 and config.offload_fraction == 0
             if spec.whole and away == "host" and not keep:
                 raise ConfigError(
-                    f"lane 'host' for {spec.fqn}",
-                    reason="its optimizer works on whole matrices, which may communicate on the "
+                    f"update_on='host' for {spec.fqn}",
+                    reason="its optimizer updates whole matrices, and may communicate on the "
                     "device",
                     remedy='use update_on="device"',
                 )

@@ -1,10 +1,9 @@
-"""In which order buckets travel: a pure function of times.
+"""Choose the order in which buckets move: a pure function of times.
 
-The link is one server. Each time it falls free it takes the most urgent bucket, by the order in
-which the forward needs parameters, among those whose gradients are there; if there is none, it
-waits for the next. So what the head of the model needs first overtakes as soon as its gradients,
-which come last, are there, and what remains for the end of the forward is needed late: the time
-in which nothing is left to do, between the last update and the next gradients, is shortest.
+The link is one server. When it becomes free, it takes the bucket that the forward needs first among
+those with gradients, or waits for the next gradients. So buckets of the first layers, whose
+gradients come last, overtake as soon as they can, and the forward needs the remaining ones late.
+That keeps the idle time between the last update and the next gradients shortest.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ class Visit:
     """One bucket as the order sees it."""
 
     ready_ms: float
-    """When its last gradient is there, since the backward's first."""
+    """When its last gradient is ready, counted from the first of the backward."""
     rank: int
-    """When the forward needs it, compared with others; the first is needed soonest."""
+    """Position in which the forward needs it; the lowest first."""
     cost_ms: float
-    """How long the link is busy with it, in each direction."""
+    """How long it keeps the link busy, in each direction."""
 
 
 def deadline_order(visits: Sequence[Visit]) -> tuple[int, ...]:
-    """Indices of ``visits`` in the order of service; ties are broken by the index."""
+    """Return indices of ``visits`` in the order of service; the index breaks ties."""
     arrivals = sorted(range(len(visits)), key=lambda index: (visits[index].ready_ms, index))
     waiting: list[tuple[int, int]] = []
     order: list[int] = []
@@ -47,18 +46,18 @@ def deadline_order(visits: Sequence[Visit]) -> tuple[int, ...]:
 
 
 def fetched_first(order: Sequence[int], staying: Collection[int], slots: int) -> list[int]:
-    """``order`` where all gradients are there before the first update: first the buckets whose
-    state was fetched ahead, into ``slots``, since the link can do nothing until these fall free."""
+    """Reorder if all gradients are ready before the first update: buckets whose state is already in
+    ``slots`` go first, because the link is idle until these become free."""
     ahead = [index for index in order if index not in staying][:slots]
     first = set(ahead)
     return [*ahead, *(index for index in order if index not in first)]
 
 
 def ring_size(buckets: int, most: int) -> int:
-    """How many of at most ``most`` slots a ring uses that is gone round for ``buckets`` buckets.
+    """Choose how many of at most ``most`` slots a ring uses for ``buckets`` buckets.
 
-    The next iteration starts at slot 0 again, so a last round that leaves slots out would let
-    its first buckets wait for a slot that falls free late.
+    The next iteration starts at slot 0 again. If the last round skipped slots, its first buckets
+    would wait for a slot that becomes free late.
     """
     if buckets <= most:
         return max(buckets, 1)
@@ -68,17 +67,17 @@ def ring_size(buckets: int, most: int) -> int:
 
 @dataclass(frozen=True)
 class SlotUse:
-    """Which slot the bucket at each position of an order uses, and how far ahead that is filled."""
+    """Slot of the bucket at each position of an order, and how far ahead slots are filled."""
 
-    slots: tuple[int | None, ...]  # per position; None: the bucket stays in memory of its own
+    slots: tuple[int | None, ...]  # per position; None: the bucket stays in its own memory
     reach: tuple[int, ...]
-    """Per number of positions that have been passed, none to all: up to which position, exclusive,
-    the slots are free for the buckets that come."""
+    """For each number of finished positions, 0 to all: the position, exclusive, up to which slots
+    are free."""
 
 
 def slot_use(staying: Sequence[bool], slots: int) -> SlotUse:
-    """Slots (at least 1, unless all stay) for the positions of an order: buckets that do not stay
-    go round through them."""
+    """Assign slots (at least 1, unless all stay) to the positions of an order: buckets that do not
+    stay use them in turn."""
     used: list[int | None] = []
     travelling: list[int] = []  # positions
     for position, stays in enumerate(staying):
@@ -94,8 +93,8 @@ def slot_use(staying: Sequence[bool], slots: int) -> SlotUse:
 
 
 def assumed_ready_ms(sizes: Sequence[float], backward_ms: float) -> list[float]:
-    """When gradients come before anything was measured: the backward takes time in proportion to
-    ``sizes``, which are in the order of the forward."""
+    """Assume when gradients are ready, before any measurement: the backward takes time in
+    proportion to ``sizes``, given in forward order."""
     whole = sum(sizes) or 1.0
     ready, left = [], whole
     for size in sizes:

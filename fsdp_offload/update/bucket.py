@@ -1,9 +1,8 @@
-"""The update of one bucket: masters are unpacked, the shadow steps, masters are packed.
+"""The update of one bucket: unpack masters, step the shadow, pack masters.
 
-Serves the resident lane (state views on the device), the streamed lane (views of a slot, and of
-shards that come with the state) and the host lane (views of host memory, and copies of the shards
-there).
-Where it can, one kernel does everything: see :mod:`.one_kernel`.
+Its state views lie on the device (resident state), in a slot (streamed state, with shards that come
+along) or in host memory (updates on the CPU, with copies of the shards). If possible, one kernel
+does everything: see :mod:`.one_kernel`.
 """
 
 from __future__ import annotations
@@ -28,41 +27,41 @@ StateView = Callable[[Slice, Kind, int], Tensor]
 """(slice, kind, elements of the kind in the whole parameter) -> 1-D view of the slice's state."""
 
 FEW: Final = 3
-"""Up to as many tensors it is cheaper to launch a kernel for each than to gather them for one."""
+"""Up to this many tensors, one kernel launch each is cheaper than gathering them for one launch."""
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """Device memory that the updates on one stream work in, one bucket after another."""
+    """Device memory for the updates on one stream, one bucket after another."""
 
     memory: Tensor  # uint8, 1-D, alone in its storage
     powers: StepPowers
 
     def release(self) -> None:
-        """Give the memory back; nothing may use a view of it until :meth:`fill`."""
+        """Free the memory; its views are invalid until :meth:`fill`."""
         self.memory.untyped_storage().resize_(0)
 
     def fill(self) -> None:
-        """Take memory again, of the current stream, if there is none."""
+        """Reallocate on the current stream if released."""
         storage = self.memory.untyped_storage()
         if storage.nbytes() < self.memory.nbytes:
             storage.resize_(self.memory.nbytes)
 
     @staticmethod
     def bytes_for(numel: int, compute: torch.dtype, shard: torch.dtype, moments: int = 0) -> int:
-        """Bytes for a bucket of ``numel`` elements that keeps masters by remainder, and that many
-        of its moments in fewer bits."""
+        """Return the bytes for a bucket of ``numel`` elements with remainders, and ``moments``
+        packed moments."""
         return numel * ((2 + moments) * compute.itemsize + shard.itemsize)
 
     @classmethod
     def bytes_of(cls, param: ParamState, numel: int) -> int:
-        """Bytes for a bucket of ``numel`` elements of parameters like ``param``."""
+        """Return the bytes for a bucket of ``numel`` elements of parameters like ``param``."""
         if param.form is MasterForm.SHARD:
             return numel * len(param.moments) * param.compute_dtype.itemsize
         return cls.bytes_for(numel, param.compute_dtype, param.info.dtype, len(param.moments))
 
     def cut(self, numel: int, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-        """One 1-D view of ``numel`` elements per dtype, one behind the other."""
+        """Cut one 1-D view of ``numel`` elements per dtype, one after the other."""
         views, at = [], 0
         for dtype in dtypes:
             size = numel * dtype.itemsize
@@ -74,9 +73,9 @@ class Scratch:
 def slice_state(
     param: ParamState, slice_: Slice, tensor: Tensor, unpacked: Mapping[str, Tensor]
 ) -> SliceState:
-    """Make a slice with scalars of its own; :meth:`BucketUpdate.bind` adds views of like kinds.
+    """Make a slice with its own scalars; :meth:`BucketUpdate.bind` adds views of like kinds.
 
-    ``unpacked``: memory for the moments that are kept in fewer bits.
+    ``unpacked``: memory for moments that are stored in fewer bits.
     """
     state: dict[str, Any] = dict(unpacked)
     for kind in param.schema.kinds:
@@ -85,23 +84,25 @@ def slice_state(
         elif kind.role == "scalar":
             device = tensor.device if kind.on_device else torch.device("cpu")
             state[kind.name] = torch.full((), kind.initial, dtype=kind.dtype, device=device)
-    made = SliceState(param, slice_, shaped(param, tensor), state, stepped=param.schema.eager)
+    made = SliceState(
+        param, slice_, as_parameter_shape(param, tensor), state, stepped=param.schema.eager
+    )
     param.slices.append(made)
     return made
 
 
 def state_views(param: ParamState, slice_: Slice, view: StateView) -> dict[str, Tensor]:
-    """The like kinds of one slice, as the class sees them, but for those in fewer bits."""
+    """View the like kinds of one slice as the class sees them, except packed ones."""
     reduced = {moment.name for moment in param.moments}
     like = {kind.name for kind in param.schema.role("like")} - reduced
     return {
-        kind.name: shaped(param, view(slice_, kind, numel))
+        kind.name: as_parameter_shape(param, view(slice_, kind, numel))
         for kind, numel in param.kinds
         if kind.name in like
     }
 
 
-def shaped(param: ParamState, flat: Tensor) -> Tensor:
+def as_parameter_shape(param: ParamState, flat: Tensor) -> Tensor:
     """Return a flat view as the class sees it: whole parameters in shape and placement."""
     if param.schema.elementwise:
         return flat
@@ -113,12 +114,12 @@ def copy_present(
     sources: Sequence[Tensor | None],
     gradients: Sequence[Tensor | None],
 ) -> None:
-    """Copy (and cast) each source into its target where the slice has a gradient.
+    """Copy (and cast) each source into its target if the slice has a gradient.
 
     Args:
         targets: 1-D, contiguous, of one dtype.
         sources: 1-D, contiguous.
-        gradients: only where these are not None.
+        gradients: one per slice; None skips it.
     """
     if any(gradient is None for gradient in gradients):
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
@@ -129,19 +130,19 @@ def copy_present(
 
 
 class BucketUpdate:
-    """The update of one bucket, on the device or the CPU: where its state is.
+    """The update of one bucket, on the device or the CPU, wherever its state is.
 
     All parameters of the bucket share shard dtype, compute dtype and :class:`MasterForm`.
 
     Args:
         optimizer: the wrapped optimizer.
-        bucket: which slices of which parameters.
+        bucket: slices of the parameters.
         params: all parameters; slices name them by index.
-        view: where the state of a slice lies; see :meth:`bind`.
+        view: locates the state of a slice; see :meth:`bind`.
         scratch: shared by all buckets that are updated on one stream.
         flat_remainder: see :meth:`bind`.
         shards: see :meth:`bind`.
-        on_host: whether it runs on the CPU for parameters of a device.
+        on_host: whether it runs on the CPU for parameters on a device.
     """
 
     def __init__(
@@ -169,8 +170,8 @@ class BucketUpdate:
         ]
         self._masters: list[Tensor] = self._shards
         self._gradients: list[Tensor] | None = None  # in the compute dtype
-        self._gathered: list[Tensor] = []  # copies of the shards, side by side
-        self._together: tuple[Tensor, ...] = ()  # all of them, and the masters
+        self._gathered: list[Tensor] = []  # contiguous copies of the shards
+        self._together: tuple[Tensor, ...] = ()  # these copies, and the masters
         self._codes: list[tuple[Tensor, Tensor, Tensor]] = []  # (bf16, bf16, fp32) each 1-D
         self._packed: list[list[PackedMoment]] = []  # per slice
         self._reduced: OneKernelAdam | None = None
@@ -193,22 +194,24 @@ class BucketUpdate:
         flat_remainder: Tensor | None = None,
         shards: Sequence[Tensor | None] | None = None,
     ) -> None:
-        """Point the update at state in other memory: another slot. Nothing may be in flight.
+        """Point the update at state in other memory, such as another slot. Nothing may be in
+        flight.
 
-        State of like kinds, remainders and whole masters are looked up again; scalars such as
-        ``step`` stay with the slices, and so does whether they have stepped.
+        Looks up like kinds, remainders and whole masters again. Slices keep their scalars, such as
+        ``step``, and whether they have stepped.
 
         Args:
             view: (slice, kind, elements of the kind in the parameter) -> 1-D view of the state.
-            flat_remainder: all remainders of the bucket as one view, laid out like scratch
-                memory: many small shards are then unpacked by one kernel.
-            shards: per slice what is read and written in place of the shard, 1-D; None: the shard.
+            flat_remainder: all remainders of the bucket as one view, laid out like scratch memory,
+                so that one kernel unpacks many small shards.
+            shards: per slice, the 1-D tensor to read and write instead of the shard; None: the
+                shard.
         """
         for index, shard in enumerate(shards or ()):
             if shard is not None:
                 self._shards[index] = shard
                 if self._form is MasterForm.SHARD:  # self._masters is the same list
-                    self.slices[index].tensor = shaped(self.slices[index].param, shard)
+                    self.slices[index].tensor = as_parameter_shape(self.slices[index].param, shard)
         self._bind_state(view, flat_remainder)
         self._shadow.rebind()
         if self._reduced is not None:
@@ -219,7 +222,7 @@ class BucketUpdate:
             kind = self._whole_master
             self._masters = [view(s, kind, s.spec.numel) for s in self.bucket.slices]
             for sliced, master in zip(self.slices, self._masters, strict=True):
-                sliced.tensor = shaped(sliced.param, master)
+                sliced.tensor = as_parameter_shape(sliced.param, master)
         for sliced in self.slices:
             sliced.state.update(state_views(sliced.param, sliced.slice, view))
         if self._form is MasterForm.REMAINDER:
@@ -231,7 +234,8 @@ class BucketUpdate:
 
     @property
     def groups_without_scratch(self) -> frozenset[int]:
-        """Parameter groups on which :meth:`needs_scratch` depends; none: always."""
+        """Return the parameter groups on which :meth:`needs_scratch` depends; empty: always
+        true."""
         return frozenset() if self._reduced is None else self._reduced.groups
 
     def needs_scratch(self, snapshot: Snapshot) -> bool:
@@ -239,7 +243,6 @@ class BucketUpdate:
         return self._reduced is None or not self._reduced.fits(snapshot)
 
     def _one_kernel(self, view: StateView) -> OneKernelAdam:
-        """The update without scratch memory."""
         remainders: list[Tensor | None] = [None] * len(self.slices)
         if self._form is MasterForm.REMAINDER:
             remainders = [view(s, REMAINDER_KIND, s.spec.numel) for s in self.bucket.slices]
@@ -254,8 +257,8 @@ class BucketUpdate:
     def _bind_remainders(self, view: StateView, flat_remainder: Tensor | None) -> None:
         remainders = [view(s, REMAINDER_KIND, s.spec.numel) for s in self.bucket.slices]
         if flat_remainder is not None and len(self.bucket.slices) > FEW:
-            # Many small shards: one gather, one kernel, one scatter.
-            if not self._gathered:  # once: released memory cannot be cut
+            # For many small shards: one gather, one kernel, one scatter.
+            if not self._gathered:  # once, because released memory cannot be cut
                 numel = flat_remainder.numel()
                 self._gathered = self._cut(self._flat_value)
                 self._together = self._flat_value[:numel], self._flat_master[:numel]
@@ -275,8 +278,8 @@ class BucketUpdate:
         )
 
     def _cut_scratch(self, scratch: Scratch, first: ParamState) -> list[dict[str, Tensor]]:
-        """Point gradients, and masters kept by remainder, at scratch memory; returns that of the
-        moments by name, for each slice."""
+        """Point gradients and unpacked masters at scratch memory; returns the moments' part by
+        name, for each slice."""
         compute, names = first.compute_dtype, [moment.name for moment in first.moments]
         dtypes = [compute] * len(names)
         if self._form is not MasterForm.SHARD:
@@ -294,7 +297,6 @@ class BucketUpdate:
         ]
 
     def _cut(self, flat: Tensor) -> list[Tensor]:
-        """Each slice's part of scratch memory."""
         return [flat[s.scratch_start : s.scratch_start + s.numel] for s in self.bucket.slices]
 
     def run(self, gradients: list[Tensor | None], snapshot: Snapshot) -> None:
@@ -315,7 +317,6 @@ class BucketUpdate:
                     each.unpack()
 
     def _pack_moments(self, gradients: list[Tensor | None]) -> None:
-        """Round the moments of parameters that had a gradient."""
         for sliced, gradient, packed in zip(self.slices, gradients, self._packed, strict=True):
             if gradient is None or not packed:
                 continue
@@ -333,20 +334,20 @@ class BucketUpdate:
             codec.decode(value, remainder, master)
 
     def _prepare(self, gradients: list[Tensor | None], is_complete: bool) -> list[Tensor | None]:
-        """Gradients in the compute dtype, in the form that the class sees."""
         given = gradients
         if self._gradients is not None:
             copy_present(self._gradients, gradients, gradients)
             gradients = list(self._gradients)
         if not is_complete or self._is_shaped:
             gradients = [
-                None if had is None or gradient is None else shaped(sliced.param, gradient)
+                None
+                if had is None or gradient is None
+                else as_parameter_shape(sliced.param, gradient)
                 for had, gradient, sliced in zip(given, gradients, self.slices, strict=True)
             ]
         return gradients
 
     def _pack(self, gradients: list[Tensor | None], is_complete: bool) -> None:
-        """Write the shards back: only of parameters that had a gradient."""
         if self._form is MasterForm.WHOLE:
             copy_present(self._shards, self._masters, gradients)
         if self._form is not MasterForm.REMAINDER:

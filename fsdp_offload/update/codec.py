@@ -1,22 +1,21 @@
-"""A bf16 value and a remainder of 16 bits that together are exactly one fp32 master.
+"""Split an fp32 master exactly into a bf16 value and a 16-bit remainder.
 
 ``value = (bits + 0x8000) >> 16`` and ``remainder = int16(bits - (value << 16))``: rounding half
-away from zero in magnitude, because with ties to even 65537 masters would share an even value
-and an int16 could not tell them apart. Decoding is ``(value << 16) + remainder`` in wrapping
-32-bit integers. In halves of the fp32 word: ``remainder`` is the low half, and ``value`` is the
-high half plus one where the low half is negative. This holds for all 2^32 patterns, except that
-adding one can turn a NaN into another pattern: every NaN is forced to stay a NaN by setting
-its quiet bit.
+away from zero in magnitude, because with ties to even 65537 masters would share an even value and
+an int16 could not tell them apart. Decoding is ``(value << 16) + remainder`` in wrapping 32-bit
+integers. In halves of the fp32 word: ``remainder`` is the low half, and ``value`` is the high half
+plus one if the low half is negative. This holds for all 2^32 patterns, except that adding one can
+turn a NaN into another pattern, so the codec sets the quiet bit of every NaN.
 
-No master gives a zero with a negative remainder, but a weight that was set to zero from outside has
-the remainder of what it was: subtracting would give a NaN, so nothing is subtracted from a zero.
+No master encodes to a zero with a negative remainder, but a weight that the caller set to zero
+keeps its old remainder. Subtracting would give a NaN, so decoding subtracts nothing from a zero.
 
-The int16 is stored and shown as the bf16 tensor of the same bits, because neither NCCL nor gloo
-carries int16. Its values as bf16 mean nothing, and many are NaN: it may be copied, cut and sent,
-never cast or computed with. Only here and in the kernels is it an integer.
+The int16 is stored as the bf16 tensor of the same bits, because neither NCCL nor gloo supports
+int16. Its bf16 values mean nothing, and many are NaN: code may copy, cut and send it, but not cast
+it or compute with it. Only this module and the kernels read it as an integer.
 
-Two implementations with the same bits: torch operations (any device) and one
-Triton kernel each way (CUDA), see :mod:`.kernels.elementwise`.
+Two implementations give the same bits: torch operations (any device), and one Triton kernel each
+way (CUDA), see :mod:`.kernels.elementwise`.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def decode(value: Tensor, remainder: Tensor, master: Tensor) -> None:
 
 
 def decoded(value: Tensor, remainder: Tensor) -> Tensor:
-    """:func:`decode` into a new master of the shape of ``value``, which is contiguous."""
+    """As :func:`decode`, into a new master of the shape of ``value``, which is contiguous."""
     master = torch.empty(value.shape, dtype=torch.float32, device=value.device)
     decode(value.view(-1), remainder.reshape(-1), master.view(-1))
     return master
@@ -55,7 +54,7 @@ def encode(master: Tensor, value: Tensor, remainder: Tensor) -> None:
 
 
 def round_to_value(master: Tensor, value: Tensor) -> None:
-    """:func:`encode` without the remainder."""
+    """As :func:`encode`, without the remainder."""
     if master.is_cuda and (kernels := triton_kernels()) is not None:
         kernels.round_to_value(master, value)
     else:
@@ -63,7 +62,7 @@ def round_to_value(master: Tensor, value: Tensor) -> None:
 
 
 def decode_plain(value: Tensor, remainder: Tensor, master: Tensor) -> None:
-    """:func:`decode` in torch operations."""
+    """As :func:`decode`, in torch operations."""
     halves = master.view(torch.int16).view(-1, 2)  # (numel, 2): low, high (little endian)
     low = remainder.view(torch.int16)
     borrow = (low >> 15).masked_fill_(value == 0, 0)
@@ -72,21 +71,20 @@ def decode_plain(value: Tensor, remainder: Tensor, master: Tensor) -> None:
 
 
 def encode_plain(master: Tensor, value: Tensor, remainder: Tensor) -> None:
-    """:func:`encode` in torch operations."""
+    """As :func:`encode`, in torch operations."""
     value.view(torch.int16).copy_(_rounded(master))
     remainder.view(torch.int16).copy_(master.view(torch.int16).view(-1, 2)[:, 0])
 
 
 def _rounded(master: Tensor) -> Tensor:
-    """Bits of the bf16 values: int16."""
     halves = master.view(torch.int16).view(-1, 2)  # (numel, 2): low, high
     low, high = halves[:, 0], halves[:, 1]
     return torch.where(master.isnan(), high | QUIET_BIT, high - (low >> 15))
 
 
 def reseed_where_changed(shard: Tensor, master: Tensor) -> None:
-    """Take over weights written from outside: ``master = shard`` where ``master`` does not round
-    to ``shard``. 1-D, same numel, one device. Compares bits, so NaNs count as changed.
+    """Adopt weights that the caller wrote: ``master = shard`` where ``master`` does not round to
+    ``shard``. 1-D, same numel, one device. Compares bits, so NaNs count as changed.
 
     Args:
         shard: bf16, fp16, or of the master's dtype.

@@ -1,8 +1,8 @@
-"""Moments in fewer bits: fp32 values are unpacked for an update and packed after it.
+"""Moments in fewer bits: unpacked to fp32 before an update, and packed after it.
 
 A value is rounded to bf16. *Nearest* stalls: with ``beta2 = 0.999`` a squared average moves by a
-thousandth of its distance, which is less than half a bf16 step (1/512 to 1/256 of the value), so
-it stops following. *Stochastic* rounding goes up with the probability of the part that is cut
+thousandth of its distance, which is less than half a bf16 step (1/512 to 1/256 of the value), so it
+stops following. *Stochastic* rounding rounds up with a probability equal to the part that is cut
 off, so the average is right in expectation.
 
 Blocks of 64 elements share one fp32 scale, the largest magnitude of the block. Codes are spaced by
@@ -10,10 +10,10 @@ squares: code k stands for ``scale * (k / 127)^2`` with the sign of k (first mom
 ``scale * (k / 255)^2`` (second moment, uint8), so that small values next to a large one keep their
 relative precision. The stochastic choice between two neighbouring codes is unbiased in the value,
 not in the code. A second moment that is not zero never becomes zero, because one over its root
-scales the step. A block with a NaN or an infinity becomes NaN as a whole. Rounding to nearest
-what was decoded gives the same codes and scales again, so decoded values can be saved for them.
+scales the step. A block with a NaN or an infinity becomes all NaN. Rounding decoded values to
+nearest gives the same codes and scales again, so checkpoints save decoded values.
 
-Two implementations with the same bits: torch operations (plain ones) and Triton (CUDA).
+Two implementations give the same bits: torch operations (``*_plain``) and Triton (CUDA).
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from .rng_key import RngKey
 from .schema import Schema
 
 BLOCK_NUMEL: Final = 64
-"""Elements that share a scale. Divides every cut between buckets, so a block is in one of them."""
+"""Elements that share a scale. Divides every cut between buckets, so no block spans two."""
 STEPS: Final = {torch.int8: 127, torch.uint8: 255}
 """The largest code."""
 CODED: Final = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
-"""What ``moments="int8"`` applies to; other state keeps its dtype."""
+"""State that ``moments="int8"`` packs, with the dtype of codes; other state keeps its dtype."""
 SCALE: Final = "_scale"
 
-_LARGEST: Final = 0x7E800000  # 2^126: the inverse of what is below is a normal number
-_SMALLEST: Final = 0x00800000  # of the normal numbers; kernels flush what is below to zero
+_LARGEST: Final = 0x7E800000  # 2^126: below it, the inverse is a normal number
+_SMALLEST: Final = 0x00800000  # the smallest normal number; kernels flush smaller ones to zero
 
 
 @dataclass(frozen=True)
 class Moment:
-    """How one kind of state is kept in fewer bits."""
+    """How one kind of state is stored in fewer bits."""
 
     name: str
     dtype: torch.dtype  # bf16, int8 (signed) or uint8 (never negative)
@@ -52,17 +52,17 @@ class Moment:
 
     @property
     def has_scales(self) -> bool:
-        """Whether blocks have a scale, kept as one more kind."""
+        """Whether blocks have a scale, stored as one more kind."""
         return self.dtype in STEPS
 
     @property
     def scale_kind(self) -> Kind:
-        """What is kept of the scales."""
+        """Kind of the stored scales."""
         return Kind(self.name + SCALE, torch.float32, BLOCK_NUMEL)
 
     @property
     def kinds(self) -> list[Kind]:
-        """What is kept: codes, and scales where there are some."""
+        """Stored kinds: codes, and scales if blocks have them."""
         return [Kind(self.name, self.dtype), *([self.scale_kind] if self.has_scales else [])]
 
 
@@ -72,31 +72,32 @@ Kept = tuple[Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class PackedMoment:
-    """Where one moment of one slice is kept, and where it is unpacked to."""
+    """Packed and unpacked memory of one moment of one slice."""
 
     moment: Moment
     kept: Kept
     values: Tensor  # fp32, in scratch memory
 
     def unpack(self) -> None:
-        """See :func:`unpack`."""
+        """Unpack the codes into the values."""
         unpack(self.moment, *self.kept, self.values)
 
     def pack(self, rng_key: RngKey) -> None:
-        """See :func:`pack`."""
+        """Pack the values into codes."""
         pack(self.moment, self.values, *self.kept, rng_key)
 
 
 def moments_of(
     schema: Schema, compute: torch.dtype, chosen: torch.dtype | str | None
 ) -> tuple[Moment, ...]:
-    """The kinds of ``schema`` that are kept in fewer bits than the update uses: bf16, or "int8"."""
+    """Choose the kinds of ``schema`` to store in fewer bits than the update uses: bf16, or
+    "int8"."""
     if chosen is None or compute != torch.float32 or not schema.elementwise:
         return ()
     kinds = [kind for kind in schema.role("like") if (kind.dtype or compute) == torch.float32]
     dtypes: dict[str, torch.dtype] = {kind.name: torch.bfloat16 for kind in kinds}
     if chosen == "int8":
-        # Without a step count, state that was never set is told by negative zeros.
+        # Without a step count, negative zeros mark state that was never set.
         has_step = any(kind.name == "step" for kind in schema.kinds)
         dtypes = {k.name: CODED[k.name] for k in kinds if k.name in CODED and has_step}
     return tuple(
@@ -108,7 +109,7 @@ def moments_of(
 
 
 def unpack(moment: Moment, codes: Tensor, scales: Tensor | None, values: Tensor) -> None:
-    """``values[:] = `` what the codes stand for. 1-D; fp32; ``scales``: one per 64 elements."""
+    """Decode the codes into ``values`` (1-D, fp32); ``scales``: one per 64 elements."""
     if values.is_cuda and moment.has_scales and (kernels := moment_kernels()) is not None:
         kernels.unpack_codes(codes, scales, values, STEPS[moment.dtype])
     else:
@@ -118,7 +119,7 @@ def unpack(moment: Moment, codes: Tensor, scales: Tensor | None, values: Tensor)
 def pack(
     moment: Moment, values: Tensor, codes: Tensor, scales: Tensor | None, rng_key: RngKey | None
 ) -> None:
-    """Codes (and scales) of ``values``, fp32 1-D; ``rng_key``: None for nearest."""
+    """Encode ``values`` (1-D, fp32) as codes and scales; ``rng_key``: None for nearest."""
     if values.is_cuda and (kernels := moment_kernels()) is not None:
         key, first = (0, 0) if rng_key is None else (rng_key.key, rng_key.first)
         kernels.pack_moment(
@@ -130,7 +131,7 @@ def pack(
 
 
 def unpack_plain(moment: Moment, codes: Tensor, scales: Tensor | None, values: Tensor) -> None:
-    """:func:`unpack` in torch operations."""
+    """As :func:`unpack`, in torch operations."""
     if not moment.has_scales:
         values.copy_(codes)
         return
@@ -144,7 +145,7 @@ def unpack_plain(moment: Moment, codes: Tensor, scales: Tensor | None, values: T
 def pack_plain(
     moment: Moment, values: Tensor, codes: Tensor, scales: Tensor | None, rng_key: RngKey | None
 ) -> None:
-    """:func:`pack` in torch operations."""
+    """As :func:`pack`, in torch operations."""
     random = None
     if rng_key is not None:
         random = rng_key.bits(values.numel(), moment.position % 2, values.device)
@@ -157,14 +158,12 @@ def pack_plain(
 
 
 def _floor_root(squares: Tensor) -> Tensor:
-    """The largest integers whose squares are not larger; int32."""
-    root = squares.sqrt().to(torch.int32)  # one off, perhaps
+    root = squares.sqrt().to(torch.int32)  # possibly off by one
     root -= ((root * root).to(torch.float32) > squares).to(torch.int32)
     return root + (((root + 1) * (root + 1)).to(torch.float32) <= squares).to(torch.int32)
 
 
 def _to_bf16(values: Tensor, random: Tensor | None) -> Tensor:
-    """Bits of the rounded values: int16. Without ``random``: to nearest, ties to even."""
     word = values.view(torch.int32)
     high = word >> 16
     added = random if random is not None else 0x7FFF + (high & 1)
@@ -176,7 +175,7 @@ def _per_element(scales: Tensor, numel: int) -> Tensor:
 
 
 def _scales(values: Tensor) -> Tensor:
-    """The largest magnitude of each block; NaN from 2^126 on, 0 below the normal numbers."""
+    """Return the largest magnitude of each block; NaN from 2^126 on, 0 below the normal numbers."""
     blocks = torch.nn.functional.pad(values.abs(), (0, -values.numel() % BLOCK_NUMEL))
     words = blocks.view(torch.int32).view(-1, BLOCK_NUMEL)
     top = words.amax(dim=1) if words.numel() else words[:, 0]
@@ -185,7 +184,6 @@ def _scales(values: Tensor) -> Tensor:
 
 
 def _to_codes(values: Tensor, scales: Tensor, random: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Codes of ``values`` in blocks of scale ``scales`` (per element)."""
     steps = STEPS[dtype]
     magnitudes = values.abs()
     inverse = torch.ones_like(scales) / torch.where(scales > 0, scales, 1.0)

@@ -1,16 +1,15 @@
-"""Adam and AdamW with ``fused=True`` on CUDA, in one kernel for many slices, without the class.
+"""Run Adam and AdamW with ``fused=True`` on CUDA in one kernel for many slices, without the class.
 
-Where masters or moments are unpacked, an element costs 50 bytes of device memory traffic
-and more if master, gradient and moments go to scratch memory and back. The Triton kernel keeps all
-of it in registers: 26 bytes with fp32 moments, 18 with bf16. Its bits are those of the unpacked
-path, which calls ``torch._fused_adamw_``. The class keeps Adam with a decay in the gradient:
-torch's kernel contracts that sum in some of the elements and not in others.
+If masters or moments are unpacked through scratch memory, an element costs at least 50 bytes of
+device memory traffic. The Triton kernel keeps everything in registers: 26 bytes with fp32 moments,
+18 with bf16. Its bits are those of the unpacked path, which calls ``torch._fused_adamw_``. The
+class runs Adam with a decay in the gradient: torch's kernel contracts that sum in some elements and
+not in others.
 
 The bias corrections take beta ** step, and ``powf`` of Triton and of the CUDA that torch was
-compiled with differ in the last bits. So torch computes the powers, from the steps on the device:
-of all slices that one stream updates at once, before the first of them. Per bucket it would be
-four launches, and where these wait behind the link, CUDA's queue fills and holds the host up in
-``step()``.
+compiled with differ in the last bits. So torch computes the powers from the steps on the device,
+for all slices of a stream before the first update. Four launches per bucket would wait behind the
+link, fill CUDA's queue and block the host in ``step()``.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class AdamConstants(NamedTuple):
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> AdamConstants | None:
-        """Read a group; None where fused kernels do not take its options as they are."""
+        """Read a group; None if fused kernels do not take its options as they are."""
         lr, betas, decay = group["lr"], group["betas"], group["weight_decay"]
         decoupled = group["decoupled_weight_decay"]
         if (
@@ -87,11 +86,11 @@ class StepPowers:
         return self._powers[group][self._rows[id(sliced)]]
 
     def compute(self, group: int, betas: tuple[float, float], snapshot: Snapshot) -> None:
-        """Compute them for the step of ``snapshot``, once."""
+        """Compute the powers for the step of ``snapshot``, once."""
         key = (StepPowers, id(self), group)
-        if key in snapshot.derived:
+        if key in snapshot.cache:
             return
-        snapshot.derived[key] = True
+        snapshot.cache[key] = True
         counts = self._counts[: len(self._slices)]
         torch.stack([sliced.state["step"] for sliced in self._slices], out=counts)
         counts += 1
@@ -100,7 +99,7 @@ class StepPowers:
 
 
 class Operands(NamedTuple):
-    """What the kernel reads and writes of one slice; 1-D, contiguous, of one numel."""
+    """The kernel's operands for one slice; 1-D, contiguous, of one numel."""
 
     weight: Tensor  # bf16 with a remainder, or fp32 without
     remainder: Tensor | None  # bf16
@@ -149,7 +148,6 @@ class AdamLaunch:
 
 
 def _vectors(each: Operands) -> list[Tensor]:
-    """List the tensors of a table row; the weight stands in for a missing one."""
     found = (each.weight, each.remainder, *each.average, *each.square)
     return [each.weight if tensor is None else tensor for tensor in found]
 
@@ -158,11 +156,11 @@ class OneKernelAdam:
     """Updates the slices of a bucket without scratch memory.
 
     Args:
-        slices: of one bucket, as :meth:`is_for` wants them.
+        slices: slices of one bucket that pass :meth:`is_for`.
         weights: their shards, bf16 with ``remainders``, fp32 without.
         remainders: bf16, or None for each.
-        kept: both moments of each.
-        powers: for all slices on this stream.
+        kept: both moments of each slice.
+        powers: powers for all slices on this stream.
     """
 
     def __init__(
@@ -239,13 +237,14 @@ class OneKernelAdam:
         return True
 
     def _constants(self, snapshot: Snapshot) -> dict[int, AdamConstants] | None:
-        """By group, once per step; None where the class has to update one of them."""
+        """Return constants by group, computed once per step; None if the class has to update a
+        group."""
         found = {}
         for index in self.groups:
             key = (AdamConstants, index)
-            if key not in snapshot.derived:
-                snapshot.derived[key] = AdamConstants.of(snapshot.groups[index])
-            if (constants := snapshot.derived[key]) is None:
+            if key not in snapshot.cache:
+                snapshot.cache[key] = AdamConstants.of(snapshot.groups[index])
+            if (constants := snapshot.cache[key]) is None:
                 return None
             found[index] = constants
         return found
@@ -253,7 +252,7 @@ class OneKernelAdam:
     def _cut(
         self, by_group: Mapping[int, list[int]], most: int
     ) -> list[tuple[list[int], AdamLaunch]]:
-        """Launches of up to ``most`` slices each, with the indices of these."""
+        """Make launches of up to ``most`` slices each, with the slices' indices."""
         cuts = [
             indices[start : start + most]
             for indices in by_group.values()
@@ -262,8 +261,8 @@ class OneKernelAdam:
         return [(cut, AdamLaunch([self._operands[i] for i in cut])) for cut in cuts]
 
     def _launches(self, gradients: Sequence[Tensor | None]) -> list[tuple[list[int], AdamLaunch]]:
-        """Many slices per launch, unless gradients differ in dtype, one is missing, or slices
-        differ in their number of updates, which the launch takes once."""
+        """Put many slices into one launch, unless gradients differ in dtype, one is missing, or
+        slices differ in their number of updates, which a launch takes once."""
         found = {
             None if gradient is None else (gradient.dtype, sliced.updates)
             for sliced, gradient in zip(self._slices, gradients, strict=True)

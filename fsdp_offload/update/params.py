@@ -1,10 +1,10 @@
-"""What the update knows of one parameter, and of one step.
+"""State of one parameter and inputs of one step, for updates.
 
-A :class:`ParamState` stands for one trainable parameter for as long as the optimizer lives. Its
-``tensors`` are the authoritative state: flat, shard-sized, in the arena (streamed, host) or on
-the device (resident). Its *slices* are parts of it in buckets: each has its own scalars
-(``step``), because the class advances them once per call, and all slices of a parameter advance
-together. A :class:`Work` is one call of ``step()``: gradients and a snapshot of the groups.
+A :class:`ParamState` represents one trainable parameter for the optimizer's life. Its ``tensors``
+are the authoritative state: flat, shard-sized, in the arena (streamed, host) or on the device
+(resident). Its *slices* lie in buckets: each has its own scalars (``step``), because the class
+advances them once per call, and all slices of a parameter advance together. A :class:`Work` is one
+call of ``step()``: gradients and a snapshot of the groups.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .schema import Schema, public_attributes
 
 
 class MasterForm(Enum):
-    """How the fp32 value of a parameter is kept."""
+    """How the fp32 value of a parameter is stored."""
 
     SHARD = "shard"  # the shard itself is updated
     REMAINDER = "master_remainder"  # bf16 shard plus 16 more bits, exact: update/codec.py
@@ -47,16 +47,16 @@ class ParamState:
     """One trainable parameter."""
 
     parameter: Tensor
-    spec: ParamSpec  # its index is the position among all of them
-    group: int  # which param_group
+    spec: ParamSpec  # its index is the position among all parameters
+    group: int  # index of the param_group
     info: ShardInfo
     schema: Schema
     compute_dtype: torch.dtype
     lane: Lane
     form: MasterForm
-    memory: tuple[int, int]  # of the shard, see dtensor.memory_of; updates are in place
-    moments: tuple[Moment, ...] = ()  # like kinds that are kept in fewer bits
-    host_shard: Tensor | None = None  # 1-D, where the weight lives in host memory
+    memory: tuple[int, int]  # the shard's, as of dtensor.memory_of; updates are in place
+    moments: tuple[Moment, ...] = ()  # like kinds that are stored in fewer bits
+    host_shard: Tensor | None = None  # 1-D, if the weight lives in host memory
     tensors: dict[str, Tensor] = field(default_factory=dict)  # 1-D, numel of the kind
     slices: list[SliceState] = field(default_factory=list)
 
@@ -72,26 +72,26 @@ class ParamState:
 
     @property
     def kinds(self) -> tuple[tuple[Kind, int], ...]:
-        """What is kept of it, each with its elements on this rank."""
+        """Stored kinds, each with its elements on this rank."""
         return self.spec.kinds
 
     @functools.cached_property
     def seed(self) -> int:
-        """Of the random bits that round its moments."""
+        """Seed of the random bits that round its moments."""
         return seed_of(self.fqn)
 
     @functools.cached_property
     def origin(self) -> int:
         """Index of the shard's first element in the global tensor, row-major.
 
-        Where the shard is a range of whole rows, so are all others: there random bits do not
-        depend on how many ranks share the tensor.
+        If the shard is a range of whole rows, so are all others, and random bits do not depend on
+        the number of ranks.
         """
         return first_index(self.parameter)
 
     @property
     def emits_master(self) -> bool:
-        """Whether the master says more than the shard does, and belongs into a state dict."""
+        """Whether the master has more bits than the shard, and belongs into a state dict."""
         return self.compute_dtype != self.info.dtype
 
 
@@ -104,24 +104,26 @@ class SliceState:
     tensor: Tensor  # the shadow's parameter: a view of shard, slot, scratch or arena
     state: dict[str, Any]  # the shadow's state: views for like kinds, own scalars and numbers
     stepped: bool = False  # False: the class initialises the state itself at the next update
-    updates: int = 0  # of this parameter so far, where moments are kept in fewer bits
+    updates: int = 0  # updates of this parameter so far, if moments are packed
 
     def rng_key(self, pair: int) -> RngKey:
-        """Random bits of the update that the slice is in; ``pair``: of moments."""
+        """Return the key of the random bits of this update; ``pair``: index of the pair of
+        moments."""
         return RngKey(
             key_of(self.param.seed, self.updates, pair), self.param.origin + self.slice.start
         )
 
 
 def cut_at(info: ShardInfo, lane: Lane, *, elementwise: bool) -> tuple[bool, int]:
-    """Whether a parameter may be cut, and at multiples of how many elements (plan/layout.py)."""
+    """Return whether a parameter may be cut, and the multiple of elements for cuts
+    (plan/layout.py)."""
     if lane == "host" or info.device.type == "cpu":
         return elementwise, ALIGN_NUMEL
     return elementwise and info.local_numel % 4 == 0, CUDA_TILE_NUMEL
 
 
 def master_form(shard: torch.dtype, compute: torch.dtype) -> MasterForm:
-    """How the master of a parameter is kept."""
+    """Choose how to store the master of a parameter."""
     if shard == compute:
         return MasterForm.SHARD
     return MasterForm.REMAINDER if shard == torch.bfloat16 else MasterForm.WHOLE
@@ -134,7 +136,7 @@ def state_kinds(
     compute: torch.dtype,
     moments: Sequence[Moment] = (),
 ) -> tuple[tuple[Kind, int], ...]:
-    """Tensors kept per parameter, each with its elements on this rank."""
+    """List the stored kinds of a parameter, each with its elements on this rank."""
     kinds = _kept_kinds(schema, form, compute, moments)
     return tuple((kind, -(-info.local_numel // kind.block_numel)) for kind in kinds)
 
@@ -142,7 +144,7 @@ def state_kinds(
 def bytes_per_element(
     schema: Schema, form: MasterForm, compute: torch.dtype, config: OffloadConfig
 ) -> float:
-    """Bytes of state per element of a parameter, scales of blocks counted in."""
+    """Return the bytes of state per element of a parameter, including scales."""
     kinds = _kept_kinds(schema, form, compute, moments_of(schema, compute, config.moments))
     return sum(kind.itemsize / kind.block_numel for kind in kinds)
 
@@ -163,11 +165,11 @@ def _kept_kinds(
 
 @dataclass
 class Snapshot:
-    """Every group value as it was when ``step()`` was called; buckets read only this.
+    """All group values at the call of ``step()``; buckets read only this.
 
-    ``host_groups`` is the same with tensors on the CPU, for the host lane. What a class that is
-    not torch's own changes in its groups or attributes is collected from the first bucket of
-    each group and written back once, after the step.
+    ``host_groups`` is the same with tensors on the CPU, for updates there. A class that is not
+    torch's may change its groups or attributes: the first bucket of each group collects the
+    changes, and they are written back once, after the step.
     """
 
     groups: list[dict[str, Any]]
@@ -176,12 +178,12 @@ class Snapshot:
     changed_groups: dict[int, dict[str, Any]] = field(default_factory=dict)
     changed_attributes: dict[str, Any] | None = None
     versions: list[dict[str, tuple[int, int]]] = field(default_factory=list)
-    derived: dict[object, Any] = field(default_factory=dict)
-    """What updates made of it, each for all buckets: no tensors."""
+    cache: dict[object, Any] = field(default_factory=dict)
+    """Per-step values that all buckets share; no tensors."""
 
     @classmethod
     def take(cls, optimizer: Optimizer, groups: list[dict[str, Any]], *, host: bool) -> Snapshot:
-        """Copy the groups; tensors are cloned because schedulers write into them in place."""
+        """Copy the groups; clone tensors, because schedulers write into them in place."""
         copies = [
             {
                 name: value.clone() if isinstance(value, Tensor) else value
@@ -203,16 +205,16 @@ class Snapshot:
         return cls(copies, on_host, public_attributes(optimizer), versions=versions)
 
     def write_back(self, groups: list[dict[str, Any]], optimizer: Optimizer) -> None:
-        """What a class of the user's own changed in its groups and attributes, once."""
+        """Write back once what the user's own class changed in groups and attributes."""
         for index, changed in self.changed_groups.items():
             groups[index].update(changed)
         optimizer.__dict__.update(self.changed_attributes or {})
 
     def check_unchanged(self, groups: list[dict[str, Any]]) -> None:
-        """Refuse hyper-parameters that differ from those that updates have already used.
+        """Refuse hyper-parameters that changed after updates had used them.
 
         Raises:
-            ConfigError: one was changed between backward and ``step()``.
+            ConfigError: a hyper-parameter changed between backward and ``step()``.
         """
         for index, (group, before) in enumerate(zip(groups, self.groups, strict=True)):
             versions = self.versions[index]
@@ -228,7 +230,7 @@ class Snapshot:
                 if not same:
                     raise ConfigError(
                         f"param_groups[{index}][{name!r}] changed to {value!r} before step()",
-                        reason="parameters were updated in backward with what it was then",
+                        reason="backward has already updated parameters with the previous value",
                         remedy="change hyper-parameters after step(), before the next backward",
                     )
 
@@ -240,26 +242,26 @@ class Work:
     gradients: list[Tensor | None]  # per param: 1-D, contiguous, or None
     snapshot: Snapshot
     ready: list[Event | None] = field(default_factory=list)
-    """Per parameter, after which its gradient may be read; None: not known to be complete yet."""
+    """Per parameter, the event after which its gradient may be read; None: it may be incomplete."""
 
     taken: dict[int, Taken] = field(default_factory=dict)
-    """By parameter, those that are in host memory: there :attr:`gradients` has views of it."""
+    """Gradients in host memory, by parameter; :attr:`gradients` has views of them."""
 
     def put(self, index: int, gradient: Tensor | Taken | None) -> None:
-        """Let a parameter have this gradient."""
+        """Set the gradient of a parameter."""
         if isinstance(gradient, Taken):
             self.taken[index] = gradient
             gradient = gradient.place.host.view(-1)
         self.gradients[index] = gradient
 
     def grow(self, count: int) -> None:
-        """For ``count`` parameters: some were added."""
+        """Extend to ``count`` parameters."""
         missing = count - len(self.gradients)
         self.gradients += [None] * missing
         self.ready += [None] * missing
 
     def of(self, slices: Sequence[Slice]) -> list[Tensor | None]:
-        """The gradient of each slice."""
+        """Return the gradient of each slice."""
         found: list[Tensor | None] = []
         for each in slices:
             gradient = self.gradients[each.spec.index]

@@ -1,8 +1,8 @@
-"""Random bits that round moments.
+"""Random bits for rounding moments.
 
-A hash of (parameter's name, number of its updates, index of the element in the global tensor), not
-a generator: replicas, any cut into buckets, and a resumed run get the same bits. One hash of 32
-bits serves two kinds of state, the lower half the first of them.
+They are a hash of (parameter's name, number of its updates, index of the element in the global
+tensor), not a generator, so replicas, any division into buckets, and resumed runs get the same
+bits. One 32-bit hash serves two kinds of state; the first uses the lower half.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ _MASK: Final = 0xFFFFFFFF
 
 
 def seed_of(fqn: str) -> int:
-    """32 bits that stand for a parameter's name."""
+    """Hash a parameter's name to 32 bits."""
     return int.from_bytes(hashlib.blake2b(fqn.encode(), digest_size=4).digest(), "little")
 
 
 KEY_STEP: Final = 0x9E3779B9
-"""Between the seeds of two updates."""
+"""Difference between the seeds of two updates."""
 
 
 def key_of(seed: int, updates: int, pair: int) -> int:
-    """Key of the random bits of one update: int32. ``pair``: of kinds, 0 for the first two."""
+    """Return the int32 key of the random bits of one update. ``pair``: pair of kinds, 0 for the
+    first two."""
     mixed = (seed + updates * KEY_STEP + pair * 0x85EBCA6B) & _MASK
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         mixed = ((mixed ^ (mixed >> shift)) * factor) & _MASK
@@ -35,20 +36,21 @@ def key_of(seed: int, updates: int, pair: int) -> int:
 
 
 def signed(word: int) -> int:
-    """The low 32 bits as int32."""
+    """Return the low 32 bits as int32."""
     word &= _MASK
     return word - (1 << 32) if word >> 31 else word
 
 
 @dataclass(frozen=True)
 class RngKey:
-    """Which random bits an update takes."""
+    """Selects the random bits of one update."""
 
     key: int  # int32, from :func:`key_of`
-    first: int  # index in the global tensor of the first element
+    first: int  # index of the first element in the global tensor
 
     def bits(self, numel: int, half: int, device: torch.device) -> Tensor:
-        """16 bits per element, as int32 in [0, 65535]: the Triton hash in torch operations."""
+        """Return 16 bits per element, as int32 in [0, 65535]: the Triton hash in torch
+        operations."""
         at = torch.arange(self.first, self.first + numel, dtype=torch.int64, device=device)
         mixed = _low_word(at) ^ self.key
         mixed += _low_word(at >> 32) * (0x9E3779B9 - (1 << 32))
@@ -61,5 +63,4 @@ class RngKey:
 
 
 def _low_word(at: Tensor) -> Tensor:
-    """The lower 32 bits of int64, as int32."""
     return at.view(torch.int32)[::2].clone()

@@ -1,18 +1,18 @@
-"""What state an optimizer keeps per parameter: declared for torch's classes, found for others.
+"""The state that an optimizer keeps per parameter: declared for torch's classes, probed for others.
 
-For each class of ``torch.optim`` a function says which entries ``_init_group`` makes, in its order,
-under a group's hyper-parameters (torch/optim/*.py, the same in 2.11 to 2.15). A class that derives
-from one of them and overrides any of its methods but ``__init__`` counts as not torch's.
+For each class of ``torch.optim``, a table lists the entries that ``_init_group`` makes, in its
+order, under a group's hyper-parameters (torch/optim/*.py, the same in 2.11 to 2.15). A subclass
+that overrides any method but ``__init__`` does not count as torch's.
 
-Nothing that one can try out tells what such a class does with a parameter: it may keep factors
-above a size, begin a phase after some steps, or read what another parameter left. So it runs its
-own step on the device (``Updates.run_class``), unless the caller says ``elementwise=True``. Then
-its step runs once on a scratch vector, which shows the entries of its state; each must be shaped
-like the parameter, a 0-dim tensor or a number.
+No probe can predict what such a class does with a parameter: it may factor large ones, begin a
+phase after some steps, or read another parameter's state. So it runs its own step on the device
+(``Updates.run_class``), unless the caller passes ``elementwise=True``. Then its step runs once on a
+scratch vector, which shows the entries of its state; each must be shaped like the parameter, a
+0-dim tensor or a number.
 
-Lazily created state is not always zero (SGD's first momentum, Rprop, ASGD, NAdam), so initial
-values are for display, and for telling whether state was ever written; the class initialises its
-state itself.
+Lazily created state is not always zero (SGD's first momentum, Rprop, ASGD, NAdam). So initial
+values only serve for display, and to detect whether state was ever written; the class initialises
+its state itself.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ _SCRATCH_NUMEL: Final = 192
 _WHOLE: Final = ("Muon", "Adafactor")
 _REFUSED: Final = {
     "LBFGS": "it evaluates its closure several times per step over the full parameter vector",
-    "SparseAdam": "it updates only the rows of sparse gradients, which cannot be cut into buckets",
+    "SparseAdam": "it updates only the rows of sparse gradients, which cannot be split "
+    "into buckets",
 }
-# Attributes of an instance that a shadow must not share: its state, what a GradScaler leaves
-# behind for one call, and the methods that schedulers and this package put on the instance.
+# Instance attributes that a shadow must not share: its state, the attributes that a GradScaler sets
+# for one call, and methods that schedulers and this package put on the instance.
 _PRIVATE: Final = frozenset(
     "state param_groups step grad_scale found_inf zero_grad state_dict load_state_dict "
     "add_param_group".split()
@@ -62,8 +63,8 @@ class StateKind:
     role: Role
     dtype: torch.dtype | None = None  # None for a number
     on_device: bool = True  # where a scalar lives
-    initial: complex = 0.0  # shown before the first step, where it is the same everywhere
-    follows_option: bool = False  # initial is a hyper-parameter's value, which may change
+    initial: complex = 0.0  # shown before the first step, if equal in all elements
+    follows_option: bool = False  # initial is the value of a hyper-parameter, which may change
 
 
 @dataclass(frozen=True)
@@ -75,26 +76,26 @@ class Schema:
     eager: bool = False  # the class makes its state at construction, not at the first step
 
     def shows_initial(self, kind: StateKind) -> bool:
-        """Whether fresh (zeroed) memory is not yet what ``kind`` shows before the first step."""
+        """Whether ``kind`` shows other values than zeroed memory before the first step."""
         return kind.initial != 0 or not any(k.name == "step" for k in self.kinds)
 
     def role(self, role: Role) -> tuple[StateKind, ...]:
-        """The entries of one role, in the class's order."""
+        """Return the entries of one role, in the class's order."""
         return tuple(kind for kind in self.kinds if kind.role == role)
 
 
 def host_flags(group: dict[str, Any]) -> dict[str, Any]:
-    """Values of a group that must differ on the CPU: ``capturable`` is for accelerators only."""
+    """Return group values that must differ on the CPU: ``capturable`` only suits accelerators."""
     return {"capturable": False} if group.get("capturable") else {}
 
 
 def host_overrides(
     optimizer: Optimizer, group: dict[str, Any], compute: torch.dtype
 ) -> dict[str, Any]:
-    """Values of a group on the CPU: the fused kernel where the class has one and the user left the
+    """Return group values for the CPU: the fused kernel if the class has one and the user left the
     choice open.
 
-    Half precision is left out: fused SGD on the CPU skips elements there (pytorch #191763).
+    Not for half precision, where fused SGD on the CPU skips elements (pytorch #191763).
     """
     left_open = group.get("fused") is None and group.get("foreach") is None
     is_fused = torch_class(optimizer) in FUSED_ON_CPU
@@ -103,9 +104,10 @@ def host_overrides(
 
 
 def torch_class(optimizer: Optimizer) -> type[Optimizer] | None:
-    """The class of ``torch.optim`` whose behaviour ``optimizer`` has; None: it is not torch's.
+    """Return the class of ``torch.optim`` whose behaviour ``optimizer`` has; None if it is not
+    torch's.
 
-    A class that derives from torch's may have a constructor of its own, nothing else.
+    A subclass of torch's may only override the constructor.
     """
     for cls, *bases in (type(optimizer).__mro__[i:] for i in range(len(type(optimizer).__mro__))):
         if getattr(torch.optim, cls.__name__, None) is cls:
@@ -117,7 +119,7 @@ def torch_class(optimizer: Optimizer) -> type[Optimizer] | None:
 
 
 def is_torch_class(optimizer: Optimizer) -> bool:
-    """Whether what ``optimizer`` does is known: see :func:`torch_class`."""
+    """Whether ``optimizer`` behaves as torch's: see :func:`torch_class`."""
     return torch_class(optimizer) is not None
 
 
@@ -128,7 +130,7 @@ def works_on_matrices(optimizer: Optimizer) -> bool:
 
 
 def check_supported(optimizer: Optimizer) -> None:
-    """Refuse what cannot be offloaded exactly.
+    """Refuse optimizers that cannot be offloaded exactly.
 
     Raises:
         UnsupportedOptimizerError: LBFGS, SparseAdam (and subclasses), ``differentiable=True``.
@@ -149,10 +151,10 @@ def check_supported(optimizer: Optimizer) -> None:
 
 
 def signature(group: dict[str, Any]) -> tuple[tuple[str, object], ...]:
-    """The part of a group's hyper-parameters on which its schema may depend.
+    """Return the part of a group's hyper-parameters that may affect its schema.
 
-    Flags and whether a number is zero decide which state exists (amsgrad, momentum, centered);
-    the magnitude does not.
+    Flags, and whether a number is zero, decide which state exists (amsgrad, momentum, centered);
+    magnitudes do not.
     """
     return tuple(
         (name, value if isinstance(value, bool | str | None) else bool(value))
@@ -166,8 +168,8 @@ def signature(group: dict[str, Any]) -> tuple[tuple[str, object], ...]:
 
 
 def raw_step(cls: type[Optimizer]) -> Callable[..., Any]:
-    """The class's step without torch's hook and profiling wrapper (one level only: the next one
-    would drop ``no_grad``). Source: ``Optimizer.profile_hook_step``."""
+    """Unwrap the class's step from torch's hook and profiling wrapper (one level only: the next one
+    is ``no_grad``). Source: ``Optimizer.profile_hook_step``."""
     step = cls.step
     if getattr(step, "hooked", False):
         return step.__wrapped__  # type: ignore[attr-defined,no-any-return]
@@ -175,7 +177,7 @@ def raw_step(cls: type[Optimizer]) -> Callable[..., Any]:
 
 
 def make_shadow(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """An instance of the same class with the same settings, its own groups and empty state."""
+    """Make an instance of the same class with the same settings, its own groups and empty state."""
     shadow = object.__new__(type(optimizer))
     for name, value in public_attributes(optimizer).items():
         shadow.__dict__[name] = own_copy(value)
@@ -188,15 +190,16 @@ def make_shadow(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer
 
 
 def own_copy(value: Any) -> Any:
-    """A copy of what a step may change in place, containers and single numbers in tensors: such
-    changes of a shadow must not reach the optimizer."""
+    """Copy containers and one-element tensors, which a step may change in place: a shadow's changes
+    must not reach the optimizer."""
     if isinstance(value, Tensor):
         return value.clone() if value.numel() == 1 else value
     return copy.copy(value) if isinstance(value, list | dict | set) else value
 
 
 def public_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """Instance attributes that a shadow copies. Not hooks: they may hold the wrapper."""
+    """Return the instance attributes that a shadow copies. Not hooks, which may hold the
+    wrapper."""
     return {
         name: value
         for name, value in optimizer.__dict__.items()
@@ -208,11 +211,11 @@ def public_attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 
 class _Entry(NamedTuple):
-    """An entry that a class of ``torch.optim`` makes for one parameter."""
+    """An entry of state that a class of ``torch.optim`` makes per parameter."""
 
     name: str
     role: Role = "like"
-    option: str = ""  # made only where this hyper-parameter is not zero
+    option: str = ""  # made only if this hyper-parameter is not zero
     initial: float | str | None = None  # or the hyper-parameter that gives it; None: zero
     always_on_device: bool = False  # a scalar that no flag moves to the CPU
 
@@ -248,7 +251,6 @@ _DECLARED: Final[dict[str, tuple[_Entry, ...]]] = {
 def _declared_kinds(
     entries: Sequence[_Entry], group: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> tuple[StateKind, ...]:
-    """The kinds of a parameter of ``dtype`` on ``device`` under a group's options."""
     # Source: torch.optim.optimizer._get_scalar_dtype.
     wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
     scalar_dtype = torch.float64 if wide else torch.float32
@@ -271,13 +273,13 @@ def _declared_kinds(
 
 
 def _zero(has_step: bool) -> float:
-    """Return what state shows before the first step: a negative zero where no step count tells."""
+    """Return the value before the first step: a negative zero if state has no step count."""
     return 0.0 if has_step else -0.0
 
 
 @functools.cache
 def makes_its_state(cls: type[Optimizer]) -> bool:
-    """Whether ``step`` makes state that is not there, which Adagrad's does not in every version."""
+    """Whether ``step`` makes missing state, which Adagrad's does not in every version."""
     with torch.inference_mode(False), torch.device("cpu"), torch.no_grad():
         parameter = torch.zeros(1)
         parameter.grad = torch.zeros(1)
@@ -291,8 +293,8 @@ def makes_its_state(cls: type[Optimizer]) -> bool:
 
 
 def has_schema(optimizer: Optimizer) -> bool:
-    """Whether state has entries that are known beforehand; not so for Adafactor, which keeps
-    factors of matrices, and for classes that torch may add."""
+    """Whether the entries of state are known in advance; not for Adafactor, which keeps factors of
+    matrices, nor for classes that torch may add."""
     cls = torch_class(optimizer)
     return cls is None or cls.__name__ in _DECLARED
 
@@ -300,14 +302,14 @@ def has_schema(optimizer: Optimizer) -> bool:
 def schema_of(
     optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> Schema:
-    """The schema of ``optimizer``'s class under ``group`` for parameters of ``dtype``.
+    """Return the schema of ``optimizer``'s class under ``group`` for parameters of ``dtype``.
 
-    A class that is not torch's is tried out, which takes 1 to 2 ms; the optimizer, its parameters
-    and the random state are left as they were.
+    Probes a class that is not torch's, which takes 1 to 2 ms and leaves the optimizer, its
+    parameters and the random state unchanged.
 
     Raises:
         UnsupportedOptimizerError: ``capturable=True`` on the CPU.
-        StateSchemaError: such a class fails on a dense scratch vector, or keeps an entry that is
+        StateSchemaError: a probed class fails on a dense scratch vector, or keeps an entry that is
             neither shaped like the parameter nor a single number.
     """
     cls = torch_class(optimizer)
@@ -315,7 +317,7 @@ def schema_of(
         if group.get("capturable") and not group.get("fused") and device.type == "cpu":
             raise UnsupportedOptimizerError(
                 "capturable=True with parameters on the CPU",
-                reason="it is for steps that are captured on an accelerator",
+                reason="only steps on an accelerator can be captured",
                 remedy="build the optimizer with capturable=False",
             )
         kinds = _declared_kinds(_DECLARED[cls.__name__], group, dtype, device)
@@ -333,7 +335,7 @@ def schema_of(
 def _found_kinds(
     optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> tuple[StateKind, ...]:
-    """The state of a scratch vector after one step of the class."""
+    """Probe the state of a scratch vector after one step of the class."""
     scratch = torch.ones(_SCRATCH_NUMEL, dtype=dtype, device=device)
     scratch.grad = torch.ones_like(scratch)
     try:
@@ -344,7 +346,7 @@ def _found_kinds(
         raise StateSchemaError(
             f"optimizer {type(optimizer).__name__} with elementwise=True",
             reason=f"its step failed on a vector of {_SCRATCH_NUMEL} elements: {error!r}",
-            remedy="leave elementwise=True out: the class then runs its own step on the device",
+            remedy="leave out elementwise=True: the class then runs its own step on the device",
         ) from error
     state: dict[str, Any] = shadow.state[scratch]
     return tuple(_kind(optimizer, state, name, device) for name in state)
@@ -364,7 +366,7 @@ def _kind(
         f"state {name!r} of {type(optimizer).__name__} with elementwise=True",
         reason=f"{_described(value)} for a vector of {_SCRATCH_NUMEL} elements: neither "
         "shaped like the parameter nor a single number",
-        remedy="leave elementwise=True out: the class then runs its own step on the device",
+        remedy="leave out elementwise=True: the class then runs its own step on the device",
     )
 
 

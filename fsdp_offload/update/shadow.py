@@ -1,14 +1,14 @@
-"""The shadow engine: the wrapped optimizer's own step, on views that this package owns.
+"""Run the wrapped optimizer's own step on views that this package owns.
 
-A shadow is an instance of the wrapped class with the same settings whose parameters are plain
-views and whose state entries point at slots, scratch, the arena or the device. Its step function
-is called as torch would call it, so the arithmetic is torch's own. Rules that keep it exact:
+A shadow is an instance of the wrapped class with the same settings whose parameters are plain views
+and whose state entries point at slots, scratch, the arena or the device. It calls the step function
+like torch, so the arithmetic is torch's own. Rules that keep it exact:
 
 * slices are separate tensors in one call, never one tensor over two parameters;
-* each slice has its own scalars; a slice without gradient is left out of the call;
-* a slice that has not stepped gets an empty state, the class initialises it, and the result is
+* each slice has its own scalars; the call omits slices without gradient;
+* a slice that has not stepped gets an empty state; the class initialises it, and the result is
   copied into the views (lazy state is not always zero);
-* the implementation (``fused``, ``foreach``) is the one torch would choose on that device.
+* the implementation (``fused``, ``foreach``) is torch's choice for that device.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Shadow:
         ]
         self._shadow = make_shadow(optimizer, groups)
         self._shadow.state = defaultdict(dict)
-        self._has_all_state = False  # of the slices, their own dicts
+        self._has_all_state = False  # whether all slices have stepped
 
     def rebind(self) -> None:
-        """Take over tensors and state that the slices got anew."""
+        """Adopt new tensors and state of the slices."""
         self._shadow.state.clear()
         self._has_all_state = False
         for group, index in zip(self._shadow.param_groups, self._group_indices, strict=True):
@@ -76,12 +76,12 @@ class Shadow:
             if gradient is not None
         ]
         if self.slices[0].param.schema.elementwise:
-            # Never slices with and without state in one call: fused SGD mistakes them.
+            # One call never mixes slices with and without state, which fused SGD confuses.
             later = [pair for pair in present if pair[0].stepped]
             calls = [[pair for pair in present if not pair[0].stepped], later]
         else:
-            # Whole matrices may communicate, and buckets are cut differently on every rank: one
-            # call each, so that all ranks keep one order.
+            # Updates of whole matrices may communicate, and buckets differ between ranks: one call
+            # each keeps one order on all ranks.
             calls = [[pair] for pair in present]
         for some in filter(None, calls):
             self._apply(values, snapshot)
@@ -90,7 +90,6 @@ class Shadow:
                 collect_changes(self._shadow, values, snapshot)
 
     def _values(self, snapshot: Snapshot) -> dict[int, dict[str, Any]]:
-        """Hyper-parameters of each group, as this step uses them."""
         if not self._on_host:
             return {index: snapshot.groups[index] for index in self._group_indices}
         return {
@@ -99,7 +98,6 @@ class Shadow:
         }
 
     def _call(self, present: list[tuple[SliceState, Tensor]]) -> None:
-        """Step slices of which all have stepped before, or none."""
         is_first = not present[0][0].stepped
         self._give_state(present, is_first=is_first)
         for sliced, gradient in present:
@@ -121,7 +119,7 @@ class Shadow:
             for sliced, _ in present:
                 state.pop(sliced.tensor, None)
         elif not self._trusted:
-            # A class of the user's own may put new values there, which are adopted after the call.
+            # The user's own class may put new values there, which _adopt copies after the call.
             state.update((sliced.tensor, dict(sliced.state)) for sliced, _ in present)
         elif not self._has_all_state:
             state.update((each.tensor, each.state) for each in self.slices if each.stepped)
@@ -135,18 +133,18 @@ class Shadow:
             apply_own(self._shadow, values, snapshot)
 
     def _adopt(self, sliced: SliceState) -> None:
-        """Copy state that the class created or replaced into the slice's own tensors."""
         got = self._shadow.state[sliced.tensor]
         if self._trusted and not got:
             return  # SGD without momentum now: the class makes the buffer when it needs it
-        # An option of torch's that was switched off before the first step leaves an entry unused.
+        # If an option was switched off before the first step, an entry stays unused.
         if got.keys() != sliced.state.keys() and not (
             self._trusted and got.keys() < sliced.state.keys()
         ):
             raise StateSchemaError(
                 f"state of {sliced.param.fqn} with keys {sorted(got)}",
-                reason=f"{sorted(sliced.state)} were reserved when the optimizer was wrapped",
-                remedy="leave elementwise=True out, if the class is not torch's; else wrap again",
+                reason=f"only {sorted(sliced.state)} were reserved when the optimizer was wrapped",
+                remedy="leave out elementwise=True if the class is not torch's; otherwise "
+                "wrap again",
             )
         for name, value in got.items():
             target = sliced.state[name]
@@ -158,7 +156,7 @@ class Shadow:
                         f"state {name!r} of {sliced.param.fqn}",
                         reason=f"shape {getattr(value, 'shape', None)}, "
                         f"but {tuple(target.shape)} was reserved",
-                        remedy="leave elementwise=True out",
+                        remedy="leave out elementwise=True",
                     )
                 target.copy_(value)
             else:
@@ -168,8 +166,8 @@ class Shadow:
 
 
 def apply_own(shadow: Optimizer, values: dict[int, dict[str, Any]], snapshot: Snapshot) -> None:
-    """Give a class of the user's own copies of attributes and groups: what one bucket changes in
-    them, the next one does not see, and so does not change again."""
+    """Give the user's own class copies of attributes and groups, so that no bucket sees, and
+    repeats, changes of another."""
     for name, value in snapshot.attributes.items():
         shadow.__dict__[name] = own_copy(value)
     for group, own in zip(shadow.param_groups, values.values(), strict=True):
@@ -179,7 +177,7 @@ def apply_own(shadow: Optimizer, values: dict[int, dict[str, Any]], snapshot: Sn
 def collect_changes(
     shadow: Optimizer, values: dict[int, dict[str, Any]], snapshot: Snapshot
 ) -> None:
-    """Note what a class of the user's own wrote into its groups and attributes: once per step."""
+    """Record once per step what the user's own class wrote into its groups and attributes."""
     for group, (index, before) in zip(shadow.param_groups, values.items(), strict=True):
         if index not in snapshot.changed_groups:
             snapshot.changed_groups[index] = _changes(group, before, without=("params",))
@@ -190,7 +188,7 @@ def collect_changes(
 
 
 def step_idle_groups(optimizer: Optimizer, snapshot: Snapshot) -> None:
-    """Step the groups in which nothing has a gradient: a class of the user's own may count."""
+    """Step groups without any gradient, because the user's own class may count steps."""
     if is_torch_class(optimizer):
         return
     groups = optimizer.param_groups

@@ -1,4 +1,4 @@
-"""State of one parameter as the outside sees it: shown, checked and written in place."""
+"""State of one parameter for callers: shown, checked and written in place."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ MASTERS = frozenset((REMAINDER, WHOLE))
 
 
 def expose(param: ParamState) -> dict[str, Any]:
-    """The live state of a parameter under torch's names: no copy, nothing moved.
+    """Return the live state of a parameter under torch's names, without a copy.
 
     Like kinds are shaped and placed like the parameter; scalars are 0-dim tensors. A bf16 or fp16
-    parameter with an fp32 master adds ``master_remainder`` (bits) or ``master`` (fp32). What is
-    kept as codes with scales is a meta tensor here: see :func:`show`.
+    parameter with an fp32 master adds ``master_remainder`` (bits) or ``master`` (fp32). A moment in
+    codes with scales is a meta tensor here: see :func:`show`.
     """
     shape, coded = param.info.local_shape, _coded(param)
     shown = {kind.name: param.slices[0].state[kind.name] for kind in param.schema.kinds}
@@ -43,8 +43,8 @@ def expose(param: ParamState) -> dict[str, Any]:
 
 
 def copied(param: ParamState) -> dict[str, Any]:
-    """What :func:`write` needs to make the same state in other memory; of a parameter that never
-    stepped, the master alone."""
+    """Copy what :func:`write` needs to restore the state elsewhere; only the master of a parameter
+    that never stepped."""
     shown = expose(param)
     show(param, shown)
     if not param.slices[0].stepped:
@@ -59,14 +59,13 @@ def copied(param: ParamState) -> dict[str, Any]:
 
 
 def _coded(param: ParamState) -> dict[str, Moment]:
-    """By name, the moments whose codes mean nothing without scales."""
     return {moment.name: moment for moment in param.moments if moment.has_scales}
 
 
 def show(param: ParamState, shown: dict[str, Any]) -> None:
-    """Complete an :func:`expose` for a reader: numbers, and in the place of codes their values.
+    """Complete the result of :func:`expose` for a reader: add numbers, and replace codes by values.
 
-    Those are copies (fp32), which :func:`adopt_writes` encodes again; that is exact.
+    The values are fp32 copies, which :func:`adopt_writes` encodes again, exactly.
     """
     for kind in param.schema.role("number"):
         shown[kind.name] = param.slices[0].state[kind.name]
@@ -80,7 +79,7 @@ def show(param: ParamState, shown: dict[str, Any]) -> None:
 
 
 def check(param: ParamState, values: Mapping[str, Any]) -> None:
-    """Refuse values that do not fit, before anything is written.
+    """Refuse values that do not fit, before any write.
 
     Raises:
         StateDictError: a missing kind, another shape, or another placement.
@@ -102,28 +101,28 @@ def check(param: ParamState, values: Mapping[str, Any]) -> None:
 
 
 def check_remainder(what: str, dtype: torch.dtype) -> None:
-    """Refuse a remainder that was cast: its bits are lost.
+    """Refuse a remainder that was cast, because its bits are lost.
 
     Raises:
-        StateDictError: it is not bf16.
+        StateDictError: the remainder is not bf16.
     """
     if dtype != torch.bfloat16:
         raise StateDictError(
             f"{what} of {dtype}",
-            reason="it holds bits, typed as torch.bfloat16, which do not survive a cast",
-            remedy="leave the dtypes of a state dict as they are, or remove this entry: then "
-            "masters are set from the weights",
+            reason="it holds raw bits typed as torch.bfloat16, and a cast destroys them",
+            remedy="keep the dtypes of a state dict, or remove this entry: masters then "
+            "start from the weights",
         )
 
 
 def kinds_in(param: ParamState, names: Collection[str]) -> Sequence[StateKind]:
-    """The parameter's kinds; none where ``names`` has a master at most: the state of one that was
-    not updated, or by options under which its class keeps nothing else."""
+    """Return the parameter's kinds; none if ``names`` has at most a master: the parameter was never
+    updated, or its class keeps nothing else under these options."""
     return param.schema.kinds if set(names) - MASTERS else ()
 
 
 def check_names(param: ParamState, names: Collection[str]) -> None:
-    """Refuse a state that lacks an entry; ``names``: those that it has.
+    """Refuse a state that lacks an entry; ``names``: its entries.
 
     Raises:
         StateDictError: a kind is missing.
@@ -131,8 +130,8 @@ def check_names(param: ParamState, names: Collection[str]) -> None:
     if missing := sorted({kind.name for kind in kinds_in(param, names)} - set(names)):
         raise StateDictError(
             f"state of {param.fqn} with keys {sorted(names)}",
-            reason=f"{missing} are missing: saved by another optimizer class or other settings",
-            remedy="load a checkpoint of the same optimizer class and flags",
+            reason=f"{missing} are missing: another optimizer class or other options saved it",
+            remedy="load a checkpoint of the same optimizer class and options",
         )
 
 
@@ -143,7 +142,6 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_tensor(param: ParamState, name: str, value: Any) -> None:
-    """Refuse what has another shape or placement than the parameter, or has no values."""
     shape = param.info.local_shape
     if not isinstance(value, Tensor):
         raise StateDictError(
@@ -156,13 +154,14 @@ def _check_tensor(param: ParamState, name: str, value: Any) -> None:
         raise StateDictError(
             f"state {name!r} of {param.fqn} with shard shape {found} of {tuple(value.shape)}",
             reason=f"this rank holds a shard of shape {shape} of {param.info.global_shape}",
-            remedy="load through torch.distributed.checkpoint, or set_optimizer_state_dict, "
-            "which reshard; or the checkpoint is of another model",
+            remedy="load through torch.distributed.checkpoint or "
+            "set_optimizer_state_dict, which reshard; or load a checkpoint of "
+            "this model",
         )
-    if value.is_meta and name not in _coded(param):  # which expose() shows as a meta tensor
+    if value.is_meta and name not in _coded(param):  # expose() returns them as meta tensors
         raise StateDictError(
             f"state {name!r} of {param.fqn} on the meta device",
-            reason="it has a shape and no values",
+            reason="it has a shape but no values",
             remedy="load values: torch.load(...) without map_location='meta'",
         )
 
@@ -170,8 +169,8 @@ def _check_tensor(param: ParamState, name: str, value: Any) -> None:
 def apart(
     params: Sequence[ParamState], values: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
-    """Clone values that lie in the state of another entry or another parameter (a state dict of
-    live tensors), so that no write overwrites a value that is still to be written."""
+    """Clone values that alias the state of another entry or parameter (a state dict of live
+    tensors), so that no write overwrites a value that a later write needs."""
     own = {_address(tensor) for param in params for tensor in param.tensors.values()} - {0}
     result = []
     for param, given in zip(params, values, strict=True):
@@ -190,22 +189,21 @@ def apart(
 
 
 def _address(tensor: Tensor) -> int:
-    """Of its storage: each state tensor has its own; 0 where there is none."""
+    """Return the address of its storage, which no other state tensor shares; 0 if it has none."""
     return 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
 
 
 def _is_same(target: Tensor, source: Tensor) -> bool:
-    """Whether both are the same memory with the same dtype, so that a copy changes nothing."""
     where = (target.data_ptr(), target.dtype, target.device)
     return source.is_contiguous() and where == (source.data_ptr(), source.dtype, source.device)
 
 
 def write(param: ParamState, values: Mapping[str, Any]) -> None:
-    """Copy checked values into the parameter's state; without any, or with a master alone, it is
-    reset.
+    """Copy checked values into the parameter's state; without values, or with only a master, reset
+    it.
 
-    Values may alias the state that they are written to (see :func:`apart` for that of others).
-    Buffers keep their address, dtype and device.
+    Values may alias the state that they are written to (:func:`apart` handles the state of others).
+    Buffers keep address, dtype and device.
     """
     if not values:
         reset(param)
@@ -215,13 +213,12 @@ def write(param: ParamState, values: Mapping[str, Any]) -> None:
         for sliced in param.slices:
             sliced.stepped = True
     else:
-        _initialise(param)  # what the class made for the shard may be of a lower precision
+        _initialise(param)  # the class may have made it in a lower precision
     count_updates(param)
     write_master(param, values)
 
 
 def _put(param: ParamState, values: Mapping[str, Any]) -> None:
-    """Copy those entries that ``values`` has; codes are rounded to nearest."""
     coded = _coded(param)
     for kind in param.schema.kinds:
         if (value := values.get(kind.name)) is None:
@@ -243,8 +240,7 @@ def _put(param: ParamState, values: Mapping[str, Any]) -> None:
 
 
 def _encode(param: ParamState, moment: Moment, values: Tensor) -> None:
-    """Write a moment that is kept as codes and scales; ``values``: 1-D."""
-    if values.is_meta:  # never shown, so never written
+    if values.is_meta:  # never shown, so the caller never wrote it
         return
     codes = param.tensors[moment.name]
     source = values.to(codes.device, torch.float32).contiguous()
@@ -252,7 +248,7 @@ def _encode(param: ParamState, moment: Moment, values: Tensor) -> None:
 
 
 def count_updates(param: ParamState) -> None:
-    """Let random bits go on where the written ``step`` says; without one they begin anew."""
+    """Continue the random bits at the written ``step``; without one, restart them."""
     if not param.moments:
         return
     first = param.slices[0].state
@@ -262,14 +258,14 @@ def count_updates(param: ParamState) -> None:
 
 
 def adopt_writes(param: ParamState, shown: dict[str, Any]) -> None:
-    """Follow what was written into ``shown`` (an earlier :func:`expose`) from outside.
+    """Adopt what the caller wrote into ``shown`` (an earlier :func:`expose`).
 
-    Tensors of the arena are the state itself, but each slice has scalars of its own, state that
-    was set by hand must not be initialised again, and another object put in the place of a
-    tensor gives its values. Afterwards ``shown`` has the live ones again.
+    Tensors of the arena are the state itself, but each slice has its own scalars, state that was
+    set by hand must not be initialised again, and an object that replaced a tensor gives its
+    values. Afterwards ``shown`` has the live tensors again.
 
     Raises:
-        StateDictError: such an object has another shape; nothing was taken over.
+        StateDictError: such an object has another shape; nothing was changed.
     """
     for kind in param.schema.role("like"):
         if shown.get(kind.name) is not None:
@@ -284,7 +280,7 @@ def adopt_writes(param: ParamState, shown: dict[str, Any]) -> None:
 
 
 def reset(param: ParamState) -> None:
-    """Set state as at construction: the class initialises it again at the next gradient."""
+    """Reset state as at construction: the class initialises it again at the next gradient."""
     _initialise(param)
     write_master(param, {})
 
@@ -302,8 +298,8 @@ def _initialise(param: ParamState) -> None:
 
 
 def fill_initial(param: ParamState, *, only_shown: bool = False) -> None:
-    """Like kinds as they are shown before the first step; ``only_shown``: of zeroed memory, what
-    zeros do not show yet."""
+    """Fill like kinds with their values before the first step; ``only_shown``: memory is zeroed, so
+    skip kinds that show zeros."""
     coded = _coded(param)
     for kind in param.schema.role("like"):
         if only_shown and not param.schema.shows_initial(kind):
@@ -319,7 +315,7 @@ def fill_initial(param: ParamState, *, only_shown: bool = False) -> None:
 def write_master(param: ParamState, values: Mapping[str, Any]) -> None:
     """Set the master from a saved master, a saved remainder, or (neither) from the shard.
 
-    A shard that is away is read, and written, in host memory.
+    Reads and writes an offloaded shard in host memory.
     """
     if param.form is MasterForm.SHARD:
         return
@@ -327,8 +323,8 @@ def write_master(param: ParamState, values: Mapping[str, Any]) -> None:
     if WHOLE in values:
         saved = dtensor.local(values[WHOLE]).reshape(-1)
         if _is_same(own, saved):
-            # torch's partial loads pass on the live master as if it had been loaded: where it does
-            # not round to the weight, the weight is the newer of the two.
+            # torch's partial loads pass on the live master as if loaded: if it does not round to
+            # the weight, the weight is newer.
             follow_shard(param)
             return
         master = saved.to(shard.device, param.compute_dtype).contiguous()
@@ -348,24 +344,23 @@ def write_master(param: ParamState, values: Mapping[str, Any]) -> None:
 
 
 def _shard_of(param: ParamState) -> Tensor:
-    """Return the weight's shard, 1-D; one that is offloaded, in host memory."""
     return present(dtensor.local(param.parameter)).reshape(-1)
 
 
 def seeds_master(param: ParamState, values: Mapping[str, Any]) -> bool:
-    """Whether loading ``values`` has to take the master from the weight: none was saved."""
+    """Whether loading ``values`` has to take the master from the weight, because none was saved."""
     return bool(values) and param.emits_master and not {REMAINDER, WHOLE} & values.keys()
 
 
 def follow_shard(param: ParamState) -> None:
-    """Where a whole master does not round to its shard, the caller wrote the shard: take that."""
+    """Adopt shards that the caller wrote: where a whole master does not round to its shard."""
     master = param.tensors[WHOLE]
     codec.reseed_where_changed(_shard_of(param).to(master.device), master)
 
 
 def agreeing(param: ParamState, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Saved ``values`` beside a weight that may have been written since: their whole master, where
-    it does not round to the weight, is the weight."""
+    """Reconcile saved ``values`` with a weight that may be newer: where their whole master does not
+    round to the weight, it becomes the weight."""
     if WHOLE not in values or not param.emits_master:
         return values
     shard = _shard_of(param)
@@ -377,12 +372,12 @@ def agreeing(param: ParamState, values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _has_stepped(param: ParamState, values: Mapping[str, Any]) -> bool:
-    """Whether state is other than what a parameter without any update shows.
+    """Whether the parameter's state shows any update.
 
     A fresh optimizer already has its keys, and before the first step the class must initialise the
-    state itself (SGD's first momentum ignores dampening). So state counts as never updated where
-    its ``step`` is 0 and every other value is the one that is shown at construction: any, but the
-    same in all elements, of what follows an option, which may have changed meanwhile.
+    state itself (SGD's first momentum ignores dampening). So state counts as never updated if its
+    ``step`` is 0 and every other value is as at construction. A value that follows an option, which
+    may have changed, only has to be equal in all elements.
     """
     schema = param.schema
     if not schema.kinds or float(values.get("step", 0)) != 0:
@@ -392,7 +387,8 @@ def _has_stepped(param: ParamState, values: Mapping[str, Any]) -> bool:
 
 
 def is_fresh(param: ParamState) -> bool:
-    """Whether the parameter has never been updated, here or where its state came from."""
+    """Whether the parameter was never updated, by this optimizer or by the one that saved its
+    state."""
     if param.schema.eager:
         return not _has_stepped(param, expose(param))
     return not param.slices[0].stepped
@@ -400,13 +396,13 @@ def is_fresh(param: ParamState) -> bool:
 
 def _is_initial(kind: StateKind, value: Any) -> bool:
     """Whether every element is the initial one, in the value's own precision. Without a step count
-    that is a negative zero, which arithmetic all but never leaves in every element and which
-    others take for a zero."""
+    that is a negative zero, which arithmetic almost never leaves in every element, and which other
+    code reads as zero."""
     if not isinstance(value, Tensor):
         return value is None or bool(value == kind.initial)
     found = dtensor.local(value)
     if found.device.type == "meta":
-        return True  # never shown: not written
+        return True  # never shown, so not written
     if kind.follows_option:
         return not found.numel() or bool((found == found.reshape(-1)[0]).all())
     same = found == kind.initial

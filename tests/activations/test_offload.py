@@ -322,7 +322,7 @@ def test_inside_of_other_hooks_it_does_nothing(caplog: pytest.LogCaptureFixture)
     now = moved.statistics()
     assert now.inactive == 3  # forward, again in backward, and inside of itself
     assert now.taken == 1
-    assert [r.message for r in caplog.records if "it does nothing" in r.message]
+    assert [r.message for r in caplog.records if "does nothing inside" in r.message]
     assert len(caplog.records) == 1
 
 
@@ -449,7 +449,7 @@ def test_written_in_place_before_its_copy_has_ended(policy: str) -> None:
             y = x.exp()
             z = y.sin()
             y.add_(1)
-        with pytest.raises(ActivationError, match="written in place"):
+        with pytest.raises(ActivationError, match="in-place operation"):
             z.sum().backward()
 
 
@@ -530,7 +530,7 @@ def test_where_it_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
             pass
     moved.close()
     moved.close()
-    with pytest.raises(ClosedError, match="given up"):
+    with pytest.raises(ClosedError, match="memory was freed"):
         y.backward()
     with pytest.raises(ClosedError), moved:
         pass

@@ -117,7 +117,7 @@ def test_words_of_a_name() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("backwards", "'backwards' is no kind of row"),
+        ("backwards", "'backwards' is not a kind of row"),
         ("step-fp8", "the word 'fp8' is unknown"),
         ("step-dmuch", "the word 'dmuch' is unknown"),
         ("plain-bf16", "'plain' rows have no such options"),
@@ -132,7 +132,7 @@ def test_a_wrong_name_is_refused(name: str, reason: str) -> None:
 
 def test_a_job_is_checked() -> None:
     for wrong in ({"tokens": 100}, {"dim": 1100}):
-        with pytest.raises(ConfigError, match="whole sequences"):
+        with pytest.raises(ConfigError, match="a multiple of seq"):
             Job(**wrong)  # type: ignore[arg-type]
 
 

@@ -416,7 +416,7 @@ def test_chunks_that_leave_elements_out_are_refused(
     edit(metadata)
     (foreign / ".metadata").write_bytes(pickle.dumps(metadata))
     found = load_broken(
-        loading, foreign, {"chunks leave elements out", ".metadata"}, told_before=True
+        loading, foreign, {"chunks do not cover all elements", ".metadata"}, told_before=True
     )
     assert found == "refused"
 

@@ -133,7 +133,7 @@ def test_the_log_names_ranks_that_do_not_come(ranks: Ranks, tmp_path: Path) -> N
     first, second = ranks(2).run(come_late, tmp_path)
     (waits,) = (line for line in first if "has waited" in line)
     assert "checkpoint.save" in waits
-    assert "1 of 2 ranks, which have not called it: 1." in waits
+    assert "1 of 2 ranks that have not called it: 1." in waits
     assert any("called it: 0." in line for line in second)
 
 

@@ -59,17 +59,17 @@ def test_what_is_no_count_is_refused_first(
 
 
 CURRENT = (CheckpointError, "current folder")
-NO_PATH = (ConfigError, "no path of a file system")
+NO_PATH = (ConfigError, "not a path of a mounted file system")
 LONG = (ConfigError, "choose a shorter name")
 REFUSED: dict[str, tuple[type[OffloadError], str]] = {
     **dict.fromkeys((".", "..", "../here", "/", ""), CURRENT),
     **dict.fromkeys(("s3://bucket/one", "hdfs:/one", "file:///one", "a\0b"), NO_PATH),
     **dict.fromkeys(("x" * 256, "\u5b57" * 86, "x" * 256 + "/one", "x/" * 2000 + "one"), LONG),
     "../full": (CheckpointError, r"it exists.*overwrite=True"),
-    "../file": (CheckpointError, "file is no folder"),
-    "../file/below": (CheckpointError, "file is no folder"),
-    "../link": (CheckpointError, "link is no folder"),
-    "../mine": (CheckpointError, "other files than a checkpoint"),
+    "../file": (CheckpointError, "file is not a folder"),
+    "../file/below": (CheckpointError, "file is not a folder"),
+    "../link": (CheckpointError, "link is not a folder"),
+    "../mine": (CheckpointError, "files that do not belong to a checkpoint"),
 }
 
 
@@ -205,7 +205,9 @@ def test_files_outside_of_the_folder_are_refused(tmp_path: Path, pair: Pair, kin
         lambda: inspection.look(path, elements=True),
     ]
     for call in calls:
-        with pytest.raises(CheckpointError, match=re.escape(f"a file {name!r}: it is outside")):
+        with pytest.raises(
+            CheckpointError, match=re.escape(f"a file {name!r}: its name leads outside")
+        ):
             call()
 
 

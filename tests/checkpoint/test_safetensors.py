@@ -339,19 +339,22 @@ def index(text: str) -> Callable[[Path], None]:
 
 CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut": (cut, "it ends within"),
-    "empty": (lambda f: (f / "model-00001-of-00002.safetensors").write_bytes(b""), "its header"),
-    "no header": (header(b"[]"), "its header"),
+    "empty": (
+        lambda f: (f / "model-00001-of-00002.safetensors").write_bytes(b""),
+        "its safetensors header",
+    ),
+    "no header": (header(b"[]"), "its safetensors header"),
     "length": (entry(data_offsets=[0, 5]), "5 bytes from 0"),
     "before": (entry(data_offsets=[-4, 0]), "4 bytes from -4"),
     "dtype": (entry(dtype="F5"), "KeyError.*F5"),
-    "shape": (entry(shape=[-1]), "its header"),
-    "no entry": (header({"a": None}), "its header"),
+    "shape": (entry(shape=[-1]), "its safetensors header"),
+    "no entry": (header({"a": None}), "its safetensors header"),
     "missing": (lambda f: (f / "model-00002-of-00002.safetensors").unlink(), "it is missing"),
-    "index": (index("{}"), "it is no index"),
-    "outside": (index('{"weight_map": {"a": "../model.safetensors"}}'), "outside of the folder"),
+    "index": (index("{}"), "not a valid index"),
+    "outside": (index('{"weight_map": {"a": "../model.safetensors"}}'), "outside its folder"),
     "twice": (
         lambda f: shutil.copy(*(f / f"model-0000{i}-of-00002.safetensors" for i in (1, 2))),
-        "in another file, too",
+        "another file contains",
     ),
 }
 

@@ -34,7 +34,7 @@ def test_an_iteration_and_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main([*command, "--rows", "plane"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("fsdp-offload: ")
-    assert "'plane' is no kind of row" in said
+    assert "'plane' is not a kind of row" in said
     assert said.count("\n") == 1
 
 
@@ -43,4 +43,4 @@ def test_on_the_cpu_sizes_are_small(capsys: pytest.CaptureFixture[str]) -> None:
     """Those of a GPU would take all of a workstation's memory."""
     words = "bench --device cpu --rows plain --warm-up 1 --iterations 1"
     iteration.run_rows(parser().parse_args(words.split()))
-    assert "0.00 G parameters" in capsys.readouterr().out
+    assert "0.00B parameters" in capsys.readouterr().out

@@ -49,7 +49,7 @@ def test_host_memory() -> None:
     check(checks.check_host_memory([free, cgroup], 65 * GIB), "warning", "64.00 GiB", "65.00")
     full = HostMemory("its memory cgroup", 0, 100 * GIB)
     check(checks.check_host_memory([free, full], 0), "error", "0 bytes free", "cgroup")
-    check(checks.check_host_memory([], 0), "warning", "not known", "host_memory=")
+    check(checks.check_host_memory([], 0), "warning", "unknown", "host_memory=")
 
 
 def two_nodes(root: Path, *, node: str = "1", near: str = "8-15") -> Path:
@@ -126,11 +126,11 @@ def test_names_of_fsdp2_are_tried_here(monkeypatch: pytest.MonkeyPatch) -> None:
     ("cuda", "driver", "devices", "state", "text"),
     [
         ("12.8", "570.1", ["H100"], "ok", "H100; torch for CUDA 12.8, driver 570.1"),
-        (None, "", [], "warning", "none"),
-        ("12.8", "", [], "warning", "none"),
+        (None, "", [], "warning", "no GPU"),
+        ("12.8", "", [], "warning", "no GPU"),
         (None, "570.1", [], "error", "this torch has no CUDA"),
         ("12.8", "535.2", [], "error", "sees no device"),
-        (None, "", ["MI300X"], "warning", "was not tried"),
+        (None, "", ["MI300X"], "warning", "was never tested"),
     ],
 )
 def test_device(cuda: str | None, driver: str, devices: list[str], state: str, text: str) -> None:
@@ -177,7 +177,7 @@ def test_other_processes_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     check(found(79, 0), "ok", "79.00 GiB")
     check(found(39, 40), "ok")
-    check(found(39, 0), "warning", "others have about 41.00")
+    check(found(39, 0), "warning", "others use about 41.00")
 
 
 def test_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +274,7 @@ def test_a_check_that_fails_is_not_known_and_ends_nothing() -> None:
     def broken() -> Check:
         raise RuntimeError("no\nlink")
 
-    check(attempt("link", broken), "warning", "not known: RuntimeError: no link")
+    check(attempt("link", broken), "warning", "the check failed: RuntimeError: no link")
 
 
 def test_the_worst_state() -> None:

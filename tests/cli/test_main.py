@@ -108,8 +108,8 @@ def test_unknown_words_lead_to_the_help_of_their_command(
     ("error", "line"),
     [
         (CheckpointError("a\nb", reason="c", remedy="d"), "a b: c. Remedy: d"),
-        (FileNotFoundError(2, "No such file", "x.json"), "x.json: No such file. Remedy: name a "),
-        (OSError(28, "No space left", "out"), "out: No space left. Remedy: name a path that this "),
+        (FileNotFoundError(2, "No such file", "x.json"), "x.json: No such file. Remedy: use a "),
+        (OSError(28, "No space left", "out"), "out: No space left. Remedy: use a path that this "),
         (OSError("libcudart.so.12: cannot open"), "libcudart.so.12: cannot open. Remedy: see fsd"),
         (ImportError("no libfoo", name="torch"), "torch: no libfoo. Remedy: see fsdp-offload doct"),
     ],

@@ -17,7 +17,7 @@ LLAMA = {
     "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
     "tie_word_embeddings": False,
 }  # fmt: skip
-"""Llama 3 8B, whose model card says 8.03 G parameters."""
+"""Llama 3 8B, whose model card says 8.03B parameters."""
 GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "vocab_size": 50257, "n_head": 12}
 
 
@@ -46,20 +46,20 @@ def test_the_words_are_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
 def test_text_has_a_line_for_each_figure(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--params", "8B"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("8.00 G parameters (34 blocks, 4352 wide), bf16 weights")
-    assert text.endswith("fewest GPUs that it fits on: 1\n")
+    assert text.startswith("8.00B parameters (34 blocks, 4352 wide), bf16 weights")
+    assert text.endswith("fewest GPUs that hold the job: 1\n")
     shown = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
     assert f"$ fsdp-offload plan --params 8B\n{text}" in shown
     assert main("plan --params 8B --device-memory 0 --compute-ms 1700 --link 40".split()) == 0
-    assert "ms per iteration: 2000 to 3700\n" in capsys.readouterr().out
+    assert "time per iteration: 2000 to 3700 ms\n" in capsys.readouterr().out
 
 
 def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--params", "70B", "--gpu", "rtx-4090"]) == 1
-    end = "It does not fit into 23.5 GiB.\nfewest GPUs that it fits on: more than 4096: try fewer"
+    end = "fit into 23.5 GiB.\nfewest GPUs that hold the job: more than 4096; try fewer --tokens\n"
     assert end in capsys.readouterr().out
     assert main(["plan", "--params", "8B", "--gpu", "rtx-4090", "--tokens", "4096"]) == 1
-    assert "fewest GPUs that it fits on: 2\n" in capsys.readouterr().out
+    assert "fewest GPUs that hold the job: 2\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("config", "params"), [(LLAMA, 8.03e9), (GPT2, 124.4e6)])

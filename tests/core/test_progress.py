@@ -59,7 +59,7 @@ def bench(folder: Path) -> None:
     iteration.run_rows(parser().parse_args(words))
 
 
-PINNING = "touching host memory"
+PINNING = "allocating host memory"
 LONG: dict[Callable[[Path], None], set[str]] = {
     save: {PINNING, "saving", "loading", "exporting"},
     bench: {"warming up"},

@@ -82,7 +82,7 @@ PLANTS: Final[dict[str, tuple[object, str, Callable[[Call], Call]]]] = {
     "gradients by hand": (HybridDeviceOptimizer, "step", _without_frozen),
     "second thread": (Lifecycle, "turn", _for_one_thread),
     "signal handler": (Lifecycle, "turn", _for_handlers_too),
-    "Ctrl-C": (lifecycle, "held_back", lambda _: contextlib.nullcontext),
+    "Ctrl-C": (lifecycle, "defer_sigint", lambda _: contextlib.nullcontext),
     "wrapped optimizer": (hybrid, "make_face", _nothing),
     "state that was fetched ahead is used after it was written": (Ring, "discard", _nothing),
     "masters do not follow weights before they are shown": (Masters, "follow_weights", _nothing),

@@ -1,4 +1,4 @@
-"""Device memory that is taken while there is some to spare, and given back, on a played device."""
+"""Device memory that is taken while some is spare, and given back, on a played device."""
 
 from __future__ import annotations
 
@@ -144,16 +144,18 @@ def test_what_was_done_is_said(device: Device, caplog: pytest.LogCaptureFixture)
     caplog.set_level(logging.INFO, "fsdp_offload")
     job = auto(device)
     assert 'AdamW, overlap="forward", after 0 steps' in caplog.text
-    assert "6 streamed" in caplog.text
+    assert "6 with state in host memory" in caplog.text
     device.spare_bytes = GIB
     job.train(4)
     figures = job.optimizer.statistics()
     assert (figures.staying_buckets, figures.buckets) == (5, 5)
-    assert figures.memory_change == "after step 3, 1024 MiB (to spare): 5 of 5 buckets stay, 0 left"
+    assert figures.memory_change == (
+        "after step 3 to 1024 MiB (spare memory): 5 of 5 buckets stay, 0 evicted"
+    )
     for shown in (str(figures), repr(job.optimizer)):
-        assert "for 5 buckets that stay and 0 others" in shown
+        assert "5 of 5 buckets stay between steps" in shown
         assert figures.memory_change in shown
-        assert "last step: 0.0 MiB out, 0.0 MiB in" in shown
+        assert "last step: 0.0 MiB to the host, 0.0 MiB to the device" in shown
     assert "Parameter Group 0" in repr(job.optimizer)
     job.optimizer.close()
     assert "buckets" not in repr(job.optimizer)

@@ -204,6 +204,6 @@ def test_classes_that_are_not_element_wise_as_promised_are_refused_when_wrapping
     cls: type[Optimizer],
 ) -> None:
     optimizer = cls([nn.Parameter(torch.randn(3, 3))])
-    with pytest.raises(StateSchemaError, match=rf"{cls.__name__}.*leave elementwise=True out"):
+    with pytest.raises(StateSchemaError, match=rf"{cls.__name__}.*leave out elementwise=True"):
         HybridDeviceOptimizer(optimizer, elementwise=True)
     assert "step" not in optimizer.__dict__, "a refused optimizer is left as it was"

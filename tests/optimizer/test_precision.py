@@ -213,7 +213,7 @@ def test_where_the_update_is_not_in_fp32_nothing_changes() -> None:
 
 
 def test_the_host_lane_is_refused() -> None:
-    with pytest.raises(ConfigError, match="host lane"):
+    with pytest.raises(ConfigError, match="updates on the CPU"):
         wrapped(BF16, BF16, update_on="host")
 
 

@@ -88,7 +88,7 @@ def wrong_models() -> None:
     mesh = models.flat_mesh(2)
     sharded, other = fully_shard(make(), mesh=mesh), fully_shard(make(1), mesh=mesh)
     for optimizer, model, word in (
-        (adamw(make()), sharded, "those of before"),
+        (adamw(make()), sharded, "fully_shard replaced the parameters"),
         (adamw(other), sharded, "another module"),
     ):
         with pytest.raises(ConfigError, match=word):

@@ -25,10 +25,10 @@ def plan(layers: int = 4, device_bytes: int | None = None, host_bytes: int = 0) 
 def test_what_is_explained() -> None:
     assert plan(device_bytes=2 << 30, host_bytes=1 << 30).explain() == (
         "pool: 2.00 GiB on the device, 1.00 GiB on the host, in pages of 262144 bytes\n"
-        "groups: 4, buffers 17.00 GiB, rows that existed 2.12 GiB\n"
+        "groups: 4, buffers 17.00 GiB, rows in use 2.12 GiB\n"
         "in use at once: 2.12 GiB, with a margin of 1.25: 2.66 GiB"
     )
-    assert plan(0, device_bytes=1 << 30).explain().endswith("no group was recorded")
+    assert plan(0, device_bytes=1 << 30).explain().endswith("no group recorded yet")
 
 
 def test_full_buffers_are_said_to_be_full() -> None:

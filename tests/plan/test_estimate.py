@@ -97,7 +97,7 @@ def test_what_fits_with_state_alone_away_fits_with_all_and_moves_no_more(
 
 
 def test_a_model_of_which_nothing_stays_fits_into_a_small_card() -> None:
-    """7.9 G parameters: 16 bytes in per parameter with gradients, 14 out."""
+    """7.9B parameters: 16 bytes in per parameter with gradients, 14 out."""
     model, work = Model(7_900_000_000, 38, 4096, 60000), Workload(16384, offload="all")
     assert estimate(model, replace(work, offload="state"), 24 * GIB) is None
     found = estimate(model, work, 24 * GIB, 0)

@@ -1,4 +1,4 @@
-"""Where the Triton kernels come from, if this build of torch has Triton."""
+"""Access to the Triton kernels, if this build of torch has Triton."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 
 @functools.cache
 def triton_kernels() -> ModuleType | None:
-    """The module of CUDA kernels, or None where Triton is missing (CPU builds) or cannot
-    compile: that is worth a warning.
+    """Return the module of CUDA kernels, or None if Triton is missing (CPU builds) or cannot
+    compile, with a warning.
 
-    Asked for when there is a CUDA tensor to work on.
+    Call it only with a CUDA tensor to work on.
     """
     try:
         return _tried()
     except ImportError:
         return None
-    except torch.OutOfMemoryError:  # says nothing of kernels
+    except torch.OutOfMemoryError:  # says nothing about kernels
         raise
     except Exception as error:  # Triton compiles when it first launches, and needs a C compiler
         warnings.warn(
@@ -35,7 +35,7 @@ def _tried() -> ModuleType:
     from . import elementwise
 
     value = torch.ones(64, dtype=torch.bfloat16, device="cuda")
-    for _ in range(2):  # the second launch is of a variant that is known (launching.py)
+    for _ in range(2):  # the second launch reuses a known variant (launching.py)
         master = torch.zeros(64, device="cuda")
         elementwise.decode(value, torch.zeros_like(value), master)
     if float(master.sum()) != 64:
@@ -45,7 +45,7 @@ def _tried() -> ModuleType:
 
 @functools.cache
 def moment_kernels() -> ModuleType | None:
-    """The kernels of moments in fewer bits, or None as of :func:`triton_kernels`."""
+    """Return the kernels of packed moments, or None as of :func:`triton_kernels`."""
     if triton_kernels() is None:
         return None
     from . import adam

@@ -1,14 +1,13 @@
-"""Triton kernels (CUDA) of moments, and of all of an Adam step in one. Their plain forms:
-``moments.*_plain``; ``tests/helpers/adam_plain.py``.
+"""Triton kernels (CUDA) for moments, and for a whole Adam step. Plain forms: ``moments.*_plain``
+and ``tests/helpers/adam_plain.py``.
 
-Divisions and roots are the correctly rounded ones, or corrected to an exact integer, and
-multiplications and additions are contracted only where that is written (``tl.fma``), so each
-operation rounds as the torch operation does. Only numbers below the normal ones are flushed to zero
-where moments are packed.
+Divisions and roots round correctly, or are corrected to an exact integer, and only explicit
+``tl.fma`` contracts multiplications and additions, so each operation rounds like the torch
+operation. Only packing flushes numbers below the normal ones to zero.
 
-``_update`` computes as torch's fused kernel for CUDA does from 2.11 on (ATen/native/cuda/
-fused_adam_utils.cuh): everything in fp32, averages by two fused multiply-adds, the decay contracted
-as nvcc contracts it. ``tests/gpu`` compares all bits.
+``_update`` computes like torch's fused CUDA kernel from 2.11 on
+(ATen/native/cuda/fused_adam_utils.cuh): everything in fp32, averages by two fused multiply-adds,
+the decay contracted as nvcc does. ``tests/gpu`` compares all bits.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ _FOURTH: Final = tl.constexpr(0x735A2D97)
 
 @triton.jit
 def _hashed(at, key):  # type: ignore[no-untyped-def]
-    """32 random bits per global index (int64): int32."""
     mixed = at.to(tl.int32) ^ key
     mixed += (at >> 32).to(tl.int32) * _GOLDEN
     mixed ^= (mixed >> 16) & 0xFFFF
@@ -53,7 +51,6 @@ def _hashed(at, key):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _half(hashed, HIGH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """16 of the 32 bits."""
     if HIGH:
         hashed = hashed >> 16
     return hashed & 0xFFFF
@@ -61,7 +58,6 @@ def _half(hashed, HIGH: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _store_bf16(values, random, codes, at, inside, STOCHASTIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``codes`` (bf16): the rounded values, by their bits."""
     word = values.to(tl.int32, bitcast=True)
     high = word >> 16
     if STOCHASTIC:
@@ -84,7 +80,7 @@ def _store_codes(  # type: ignore[no-untyped-def]
     values, random, codes, scales, at, rows, inside, blocks, STEPS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """See ``moments._to_codes``; ``values`` (rows, 64) are zero outside."""
+    """Encode like ``moments._to_codes``; ``values`` (rows, 64) are zero outside."""
     word = values.to(tl.int32, bitcast=True)
     size = word & 0x7FFFFFFF
     top = tl.max(size, axis=1)
@@ -96,7 +92,7 @@ def _store_codes(  # type: ignore[no-untyped-def]
     squares = size.to(tl.float32, bitcast=True) * inverse[:, None] * (STEPS * STEPS * 1.0)
     squares = tl.where(size == top[:, None], STEPS * STEPS * 1.0, squares)
     squares = tl.where(is_good[:, None], squares, 0.0)
-    code = tl.floor(tl.sqrt(squares))  # whole numbers, exact in fp32; one off, perhaps
+    code = tl.floor(tl.sqrt(squares))  # whole numbers, exact in fp32; possibly off by one
     code = tl.where(code * code > squares, code - 1.0, code)
     code = tl.where((code + 1.0) * (code + 1.0) <= squares, code + 1.0, code)
     code = tl.minimum(code, STEPS - 1.0)
@@ -154,7 +150,7 @@ def _pack(  # type: ignore[no-untyped-def]
 def _stepped(  # type: ignore[no-untyped-def]
     value, g, m, v, power1, power2, lr, beta1, beta2, decay, eps, DECAY: tl.constexpr
 ):  # fmt: skip
-    """See the module's docstring."""
+    """Compute one Adam step like torch's fused CUDA kernel."""
     if DECAY:
         value = tl.fma(-(lr * decay), value, value)
     squared = g * g
@@ -173,7 +169,7 @@ def _update(  # type: ignore[no-untyped-def]
     BF16_WEIGHT: tl.constexpr, MAXIMIZE: tl.constexpr,
     DECAY: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One slice: see :class:`..one_kernel.Operands`; ``program``: which ``ROWS`` blocks of it."""
+    """Update one slice (:class:`..one_kernel.Operands`); ``program`` selects ``ROWS`` blocks."""
     rows = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = rows[:, None] * 64 + tl.arange(0, 64)[None, :]
     inside = at < numel
@@ -229,7 +225,7 @@ def _update(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _key(seed, updates):  # type: ignore[no-untyped-def]
-    """See ``rng_key.key_of``, of the first pair; ``updates``: times its factor. All int32."""
+    """As ``rng_key.key_of``, for the first pair; ``updates`` times its factor. All int32."""
     mixed = seed + updates
     mixed = (mixed ^ ((mixed >> 16) & 0xFFFF)) * _THIRD
     mixed = (mixed ^ ((mixed >> 15) & 0x1FFFF)) * _FOURTH
@@ -238,8 +234,8 @@ def _key(seed, updates):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _numel(at, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The number at ``at``; with ``ALIGNED`` the compiler takes it for a multiple of 16, which it
-    learns where the number is loaded and nowhere else."""
+    """Load the number at ``at``; ``ALIGNED`` declares it a multiple of 16, which the compiler
+    accepts only where the number is loaded."""
     found = tl.load(at)
     if ALIGNED:
         found = tl.multiple_of(found, 16)
@@ -255,8 +251,8 @@ def _adam(  # type: ignore[no-untyped-def]
     DECAY: tl.constexpr, BITS: tl.constexpr, ALIGNED: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Up to eight slices; ``table``: of vectors weight, remainder, codes and scales of both
-    moments, of scalars step and powers, of numbers the first index and the seed."""
+    """Update up to eight slices; ``table`` has vectors (weight, remainder, codes and scales of both
+    moments), scalars (step and powers) and numbers (first index and seed)."""
     program = tl.program_id(0)
     which = row_of(program, table, WIDTH)
     gradient = pick(which, g0, g1, g2, g3, g4, g5, g6, g7)
@@ -292,7 +288,7 @@ def _programs(numel: int) -> int:
 
 
 def unpack_codes(codes: Tensor, scales: Tensor, values: Tensor, steps: int) -> None:
-    """See :func:`..moments.unpack`; ``steps``: the largest code."""
+    """As :func:`..moments.unpack`; ``steps``: the largest code."""
     numel = values.numel()
     _UNPACK.launch(_programs(numel), (codes, scales, values), (numel,), STEPS=steps, ROWS=ROWS)
 
@@ -308,7 +304,7 @@ def pack_moment(
     *,
     stochastic: bool,
 ) -> None:
-    """See :func:`..moments.pack`; ``steps``: the largest code, or 0 for bf16."""
+    """As :func:`..moments.pack`; ``steps``: the largest code, or 0 for bf16."""
     some, numel = values if scales is None else scales, values.numel()
     _PACK.launch(
         _programs(numel), (values, codes, some), (numel, key, first),
@@ -323,7 +319,7 @@ def adam(
     numbers: tuple[float, ...],
     **flags: bool | int,
 ) -> None:
-    """Update all slices of a table: see :meth:`..one_kernel.AdamLaunch.run`.
+    """Update all slices of a table, for :meth:`..one_kernel.AdamLaunch.run`.
 
     ``numbers``: lr, both betas, decay, eps. ``flags``: the constants BF16_WEIGHT, BF16_GRADIENT,
     MAXIMIZE, DECAY and BITS, in this order.

@@ -1,6 +1,6 @@
-"""Triton kernels (CUDA) of masters, and functions that kernels share.
+"""Triton kernels (CUDA) for masters, and functions that kernels share.
 
-Their plain forms in torch operations: ``codec.*_plain``.
+Plain forms in torch operations: ``codec.*_plain``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BLOCK: Final = 1024
 
 @triton.jit
 def row_of(program, table, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which of up to eight slices of a :class:`.launching.AddressTable` a program belongs to."""
+    """Find the row of a :class:`.launching.AddressTable`, one of up to eight, for a program."""
     which = 0
     for other in tl.static_range(1, 8):
         which += (program >= tl.load(table + other * WIDTH)).to(tl.int32)
@@ -28,7 +28,7 @@ def row_of(program, table, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def pick(which, g0, g1, g2, g3, g4, g5, g6, g7):  # type: ignore[no-untyped-def]
-    """The slice's own of eight numbers."""
+    """Select one of eight numbers."""
     found = tl.where(which == 1, g1, g0)
     found = tl.where(which == 2, g2, found)
     found = tl.where(which == 3, g3, found)
@@ -40,7 +40,7 @@ def pick(which, g0, g1, g2, g3, g4, g5, g6, g7):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def pointer(address, TYPE: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A pointer to ``TYPE``; with ``ALIGNED`` the compiler takes it for aligned to 16 bytes."""
+    """Cast to a pointer to ``TYPE``; ``ALIGNED`` declares it aligned to 16 bytes."""
     found = address.to(tl.pointer_type(TYPE))
     if ALIGNED:
         found = tl.multiple_of(found, 16)
@@ -49,15 +49,16 @@ def pointer(address, TYPE: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore
 
 @triton.jit
 def decoded(value, remainder):  # type: ignore[no-untyped-def]
-    """Bits of masters (int32), of those of bf16 values and of remainders (int16): see codec.py."""
+    """Decode bits of bf16 values and remainders (int16) to bits of masters (int32): see
+    codec.py."""
     high, low = value.to(tl.int32), remainder.to(tl.int32)
-    low = tl.where((high & 0x7FFF) == 0, low & 0xFFFF, low)  # nothing is subtracted from a zero
+    low = tl.where((high & 0x7FFF) == 0, low & 0xFFFF, low)  # a zero stays a zero
     return (high << 16) + low
 
 
 @triton.jit
 def encoded(bits):  # type: ignore[no-untyped-def]
-    """Bits of bf16 values, and remainders (int16), of the bits of masters (int32)."""
+    """Encode bits of masters (int32) as bits of bf16 values and remainders (int16)."""
     low = (bits << 16) >> 16  # sign-extended low half
     high = bits >> 16
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
@@ -92,18 +93,18 @@ def _launch(kernel: Kernel, numel: int, *operands: Tensor, **flags: Any) -> None
 
 
 def decode(value: Tensor, remainder: Tensor, master: Tensor) -> None:
-    """See :func:`..codec.decode`."""
+    """As :func:`..codec.decode`."""
     halves = (value.view(torch.int16), remainder.view(torch.int16))
     _launch(_DECODE, master.numel(), *halves, master.view(torch.int32))
 
 
 def encode(master: Tensor, value: Tensor, remainder: Tensor) -> None:
-    """See :func:`..codec.encode`."""
+    """As :func:`..codec.encode`."""
     halves = (value.view(torch.int16), remainder.view(torch.int16))
     _launch(_ENCODE, master.numel(), master.view(torch.int32), *halves, KEEP=True)
 
 
 def round_to_value(master: Tensor, value: Tensor) -> None:
-    """See :func:`..codec.round_to_value`."""
+    """As :func:`..codec.round_to_value`."""
     bits = value.view(torch.int16)
     _launch(_ENCODE, master.numel(), master.view(torch.int32), bits, bits, KEEP=False)

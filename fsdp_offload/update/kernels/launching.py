@@ -1,18 +1,17 @@
-"""Launches of Triton kernels: for several slices at once, and with what Triton found out before.
+"""Launch Triton kernels for several slices at once, reusing the variant that Triton chose before.
 
-``kernel[grid](...)`` looks at every argument of every launch, to choose a compiled variant: for the
-20 of the Adam kernel that took longer than all the rest of an update of one slice. The variant
-depends on dtypes, on alignment to 16 bytes, on whether integers are 1 or divisible by 16 and how
-wide they are, and on constants: where these were met before, the variant that was chosen then is
-launched, with addresses in place of tensors. So it is with NVIDIA's backend; AMD's looks at the
-sizes of storages, too, and is asked each time. Source: ``triton/runtime/jit.py``,
-``JITFunction.run`` (Triton 3.6).
+``kernel[grid](...)`` inspects every argument of every launch to choose a compiled variant: for the
+Adam kernel's 20 arguments, that took longer than the rest of a slice's update. The variant depends
+on dtypes, on alignment to 16 bytes, on the width of integers and whether they are 1 or divisible by
+16, and on constants. If these occurred before, :class:`Kernel` launches the known variant with
+addresses instead of tensors. That holds for NVIDIA's backend; AMD's also inspects the sizes of
+storages, so Triton chooses each time. Source: ``triton/runtime/jit.py``, ``JITFunction.run``
+(Triton 3.6).
 
-A launch costs the host more than the kernel takes on the device for a small slice, and the slices
-of a bucket differ in nothing but addresses and a few numbers. Only gradients lie elsewhere in every
-step; their addresses go along with the launch.
-So a table on the device says where up to eight slices of a bucket lie.
-What is not aligned to 16 bytes takes a variant of the kernel that assumes nothing.
+For a small slice, a launch takes the host longer than the kernel takes the device, and the slices
+of a bucket differ only in addresses and a few numbers. So a table on the device lists the addresses
+of up to eight slices. Only gradients move in every step; their addresses are arguments of the
+launch. Unaligned memory uses a variant of the kernel that assumes nothing.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ class Kernel:
     """A Triton kernel whose parameters are pointers, then integers, then floats, then constants.
 
     Args:
-        function: what ``triton.jit`` made.
-        ignores_integers: it declares their types and specializes none of them.
-        options: of its compilation, such as ``enable_fp_fusion``.
+        function: result of ``triton.jit``.
+        ignores_integers: whether it declares their types and specializes none of them.
+        options: compile options, such as ``enable_fp_fusion``.
     """
 
     def __init__(self, function: Any, *, ignores_integers: bool = False, **options: Any) -> None:
         self._function, self._options = function, options
         self._ignores_integers = ignores_integers
-        # By what Triton looks at: the variant (CompiledKernel), and its constants.
+        # By Triton's specialization: the variant (CompiledKernel) and its constants.
         self._known: dict[object, tuple[Any, list[Any]]] = {}
 
     def launch(
@@ -48,12 +47,12 @@ class Kernel:
         floats: Sequence[float] = (),
         **constants: Any,
     ) -> None:
-        """Enqueue it on the current stream of the tensors' device.
+        """Enqueue the kernel on the current stream of the tensors' device.
 
         Args:
-            programs: in the grid, which has one axis; 0: nothing is launched.
+            programs: size of the one-axis grid; 0 launches nothing.
             tensors: all on one device.
-            integers: numbers of elements and the like.
+            integers: such as numbers of elements.
             floats: each a ``float``.
             constants: by name, in the order of the kernel's parameters.
         """
@@ -90,19 +89,19 @@ class Kernel:
 
 
 def _class_of(integer: int) -> int:
-    """All that Triton looks at, in one number."""
+    """Encode Triton's specialization of an integer in one number."""
     is_short = -(1 << 31) <= integer < 1 << 31
     return (integer & 15 == 0) | (integer == 1) << 1 | is_short << 2
 
 
 class AddressTable:
-    """Up to ``MOST`` slices, none of them empty.
+    """Addresses of up to ``MOST`` slices, none of them empty.
 
     A row is (int64): the slice's first program; addresses of vectors, then of scalars; elements;
     numbers. Rows without a slice begin after all programs.
 
     Args:
-        vectors: per slice, equally many; the first one has as many elements as the slice.
+        vectors: per slice, equally many; the first one has the slice's elements.
         scalars: per slice, equally many; their alignment does not matter.
         numbers: per slice, equally many.
         tile_numel: elements that one program works on.
@@ -130,11 +129,11 @@ class AddressTable:
         self.width = 2 + len(vectors[0]) + len(scalars[0]) + len(numbers[0])
         device = vectors[0][0].device
         self._rows = torch.empty(self.MOST * self.width, dtype=torch.int64, device=device)
-        self._addresses: list[int] = []  # that are on the device
+        self._addresses: list[int] = []  # as on the device
         self._is_aligned = False
 
     def rows(self) -> tuple[Tensor, bool]:
-        """Return the table, 1-D int64 on the device, as the current stream sees it, and whether all
+        """Return the table, 1-D int64 on the device, valid on the current stream, and whether all
         vectors are aligned to 16 bytes and all numbers of elements divisible by 16."""
         addresses = [tensor.data_ptr() for tensor in self._tensors]
         if addresses != self._addresses:
@@ -150,6 +149,6 @@ class AddressTable:
             looked_at += own[: self._wide]
         values += [self.programs, *[0] * (self.width - 1)] * (self.MOST - count)
         self._is_aligned = not any(value % 16 for value in looked_at)
-        # Pageable memory: it has been read when this returns, and no stream is waited for.
+        # From pageable memory, which has been read when this returns, without waiting for a stream.
         self._rows.copy_(torch.tensor(values, dtype=torch.int64), non_blocking=True)
         self._addresses = addresses
