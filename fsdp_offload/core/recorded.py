@@ -159,9 +159,8 @@ class RecordedShard(GatedShard):
 
     @staticmethod
     def _use(func: Any, args: Any, kwargs: Any) -> Any:
-        found: Any = NotImplemented
-        if (answer := _ANSWERS.get(name_of(func))) is not None:
-            found = answer(func, *args, **(kwargs or {}))
+        answer = _ANSWERS.get(name_of(func))
+        found = NotImplemented if answer is None else answer(func, *args, **(kwargs or {}))
         return GatedShard._use(func, args, kwargs) if found is NotImplemented else found
 
 

@@ -6,9 +6,9 @@ from .block import Block, Residence
 from .budget import cores_per_rank
 from .host_memory import HostRange
 from .host_pool import HostPool, held_bytes
-from .link import Link, allocate
+from .link import Link, allocating
 
 __all__ = [
-    "Block", "HostPool", "HostRange", "Link", "Residence", "allocate", "cores_per_rank",
+    "Block", "HostPool", "HostRange", "Link", "Residence", "allocating", "cores_per_rank",
     "held_bytes",
 ]  # fmt: skip

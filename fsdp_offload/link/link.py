@@ -13,9 +13,10 @@ read files wait for their copies: :func:`on_host`, :func:`fill`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -131,14 +132,15 @@ class Link:
         self._out.synchronize()
 
 
-def allocate(backend: Backend, n_bytes: int, what: str, remedy: str) -> Tensor:
-    """Device memory for what is in host memory: 1-D uint8.
+@contextlib.contextmanager
+def allocating(n_bytes: int, what: str, remedy: str) -> Iterator[None]:
+    """Inside, device memory is taken for what is in host memory.
 
     Raises:
-        DeviceMemoryError: there is no room.
+        DeviceMemoryError: there is none.
     """
     try:
-        return backend.allocate(n_bytes)
+        yield
     except torch.OutOfMemoryError as error:
         raise DeviceMemoryError(
             f"{n_bytes} bytes on the device for {what}",

@@ -28,7 +28,7 @@ from ..core.errors import DeviceError, check_open
 from ..core.fsdp import Group
 from ..core.recorded import ORDERS, Place, Record, RecordedShard
 from ..core.storage import identity
-from ..link import Block, HostPool, Link, Residence, allocate
+from ..link import Block, HostPool, Link, Residence, allocating
 from .gradient_slots import GradientSlots
 
 HELD: Final = 2
@@ -89,8 +89,8 @@ class Mover:
         start, first = places[0].start, places[0].host.view(-1).view(torch.uint8)
         n_bytes = max(place.start + place.host.nbytes for place in places) - start
         shift = start % _ALIGNMENT
-        memory = allocate(self.backend, shift + n_bytes, "gradients", "call zero_grad()")[shift:]
-        arrived: Event | None = None
+        with allocating(shift + n_bytes, "gradients", "call zero_grad()"):
+            memory, arrived = self.backend.allocate(shift + n_bytes)[shift:], None
         if n_bytes and not all(record.is_zero for record in records):
             after = [self.backend.current_stream().record(), *{place.stored for place in places}]
             block = Block([first.as_strided((n_bytes,), (1,))], [memory])

@@ -86,8 +86,9 @@ class HybridDeviceOptimizer(Optimizer):
             its subclasses ``UnsupportedOptimizerError`` and ``UnsupportedParameterError``.
         UnsupportedTorchError: this version of torch lacks a private name of FSDP2.
         DeviceError: torch cannot use the device here, or parameters are on several devices.
-        HostMemoryError: the state does not fit into host memory.
+        HostMemoryError: what leaves the device does not fit into host memory.
         PinningError: the driver refused to page-lock it.
+        DeviceMemoryError: the device has no memory left for slots.
         StateSchemaError: the class's step fails on a dense scratch parameter.
         StateDictError: the optimizer's existing state does not fit its parameters.
     """

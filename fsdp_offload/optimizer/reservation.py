@@ -18,7 +18,8 @@ from ..core.backend import Backend
 from ..core.config import Lane, OffloadConfig
 from ..core.errors import DeviceError, StateDictError
 from ..core.gated import bring_back
-from ..link import HostPool
+from ..link import HostPool, allocating
+from ..plan.residency import LEAST_SLOTS
 from ..update import state as state_io
 from ..update.params import MasterForm, ParamState
 from ..update.schema import signature
@@ -86,8 +87,8 @@ class Reservation:
         return not any(others) and all(map(state_io.is_fresh, self.params))
 
     def extend(self, added: list[Placed], lanes: Mapping[Tensor, Lane] | None = None) -> None:
-        """Reserve state for parameters, in ``lanes`` if they had some before; on error everything
-        is as before."""
+        """Reserve state for parameters, in ``lanes`` if they had some before; on error, such as
+        DeviceMemoryError and HostMemoryError, everything is as before."""
         if not added:
             return
         trained = {} if self.weights is None else self.weights.trained
@@ -113,7 +114,11 @@ class Reservation:
         everything = [*self.params, *params]
         for index, param in enumerate(everything):
             param.spec = replace(param.spec, index=index)
-        with torch.no_grad(), self.engine.appending(self.inner, everything, params, natives, shown):
+        with (
+            allocating(LEAST_SLOTS * self.config.bucket_bytes, "state", "a smaller bucket_bytes="),
+            torch.no_grad(),
+            self.engine.appending(self.inner, everything, params, natives, shown),
+        ):
             for param in params:
                 if found := frozen.get(param.parameter):
                     # It was trained before. Its weight may have been replaced meanwhile.

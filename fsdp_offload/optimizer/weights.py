@@ -40,7 +40,7 @@ from ..core.errors import DeviceError, check_open
 from ..core.fsdp import Group, GroupShard
 from ..core.gated import GatedShard
 from ..core.storage import as_bytes
-from ..link import Block, HostPool, HostRange, Link, Residence, allocate
+from ..link import Block, HostPool, HostRange, Link, Residence, allocating
 from ..update.params import ParamState
 from .ring_bucket import RingBucket
 
@@ -260,7 +260,8 @@ class Weights:
         arena = self._pool.take(sum(sizes))
         try:
             count = min(SLOTS, sum(map(bool, sizes)))
-            self._free = [Slot(n, allocate(backend, max(sizes), *_WHAT)) for n in range(count)]
+            with allocating(count * max(sizes), *_WHAT):
+                self._free = [Slot(n, backend.allocate(max(sizes))) for n in range(count)]
         except BaseException:
             self._pool.close()
             raise
@@ -550,8 +551,8 @@ class Weights:
             DeviceMemoryError: there is no room; all stay in host memory.
         """
         arrived: Event | None = None
-        with self.turn():
-            memory = [allocate(self.backend, each.host.nbytes, *_WHAT) for each in shards]
+        with self.turn(), allocating(sum(each.host.nbytes for each in shards), *_WHAT):
+            memory = [self.backend.allocate(each.host.nbytes) for each in shards]
             for each, own in zip(shards, memory, strict=True):
                 arrived = each.come_back(own) or arrived
             if arrived is not None:  # the last one; the others are before it

@@ -80,12 +80,11 @@ def keep_on_host(
     trained = _trained(inner, config, steps_itself=steps_itself)
     movable = [[s for s in g.shards if _may_leave(s, backend.device, trained)] for g in groups]
     sizes = [sum(map(padded_bytes, shards)) for shards in movable]
-    gradients = [dtensor.with_history(p).nbytes for p in trained]
     allowed = bytes_for_weights(
         config.device_memory,
         backend.free_and_total()[1],
-        gradient_bytes=sum(gradients),
-        ring_bytes=LEAST_SLOTS * config.bucket_bytes if gradients else 0,
+        gradient_bytes=sum(dtensor.with_history(p).nbytes for p in trained),
+        ring_bytes=LEAST_SLOTS * config.bucket_bytes if trained else 0,
     )
     travelling = choose_travelling(sizes, allowed, SLOTS)
     chosen = [shards if i in travelling else [] for i, shards in enumerate(movable)]
@@ -116,11 +115,13 @@ def send_gradients(
     found = [[by_parameter.get(p) for p in group.parameters] for group in groups]
     known = [param for group in found for param in group if param is not None]
     leaves = [[param is not None and param.lane == "streamed" for param in of] for of in found]
-    shard_bytes = sum(param.info.local_numel * param.info.dtype.itemsize for param in known)
-    state_bytes = sum(param.spec.state_bytes for param in known)
-    allowed = None if config.device_memory == "auto" else config.first_device_bytes
-    stay = gradients_fit(state_bytes, shard_bytes, allowed, backend.free_and_total()[1])
-    if config.overlap == "backward" or stay or not any(map(any, leaves)):
+    fits = gradients_fit(
+        sum(param.spec.state_bytes for param in known),
+        sum(param.info.local_numel * param.info.dtype.itemsize for param in known),
+        None if config.device_memory == "auto" else config.first_device_bytes,
+        backend.free_and_total()[1],
+    )
+    if fits or config.overlap == "backward" or not any(map(any, leaves)):
         return None
     gradients = HostGradients(groups, backend, config, leaves)
     if is_rank_0():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,11 +42,14 @@ def model_of(rows: int = 301) -> Model:
     return model
 
 
-def job(rows: int = 301) -> Job:
-    """A fresh model, and an optimizer with all three lanes."""
+def job(rows: int = 301, *, away: bool = False) -> Job:
+    """A fresh model, and an optimizer with all three lanes; ``away``: all is in host memory."""
     model = model_of(rows)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     transfer = TransferConfig(bucket_bytes="4KiB", host_threads=1)
+    if away:
+        options: Any = {"offload": "all", "device_memory": 0, "transfer": transfer}
+        return model, HybridDeviceOptimizer(inner, model, **options)
     lanes = ["streamed", "host", "resident"]
     return model, in_lanes(inner, model=model, update_on=lanes, transfer=transfer)
 

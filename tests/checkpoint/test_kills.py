@@ -53,6 +53,7 @@ class Life:
         rank: that is killed.
         swaps: whether folders can be exchanged, which not all file systems can do.
         host: on which it runs, as it believes.
+        away: its weights are in host memory, too, if it is sharded.
     """
 
     asynchronous: bool
@@ -61,13 +62,15 @@ class Life:
     rank: int
     swaps: bool
     host: str
+    away: bool = False
 
     @classmethod
     def drawn(cls, chance: random.Random, world: int) -> Life:
         """At a moment of the first saves."""
         flags = [chance.random() < 0.5 for _ in range(3)]
         host = chance.choice(["here", "here", "there"])
-        return cls(*flags[:2], chance.randrange(2, 400), chance.randrange(world), flags[2], host)
+        moment = chance.randrange(2, 400), chance.randrange(world)
+        return cls(*flags[:2], *moment, flags[2], host, away=chance.random() < 0.5)
 
 
 def kill_at(operation: int) -> None:
@@ -110,7 +113,7 @@ def child(rank: int, world: int, root: Path, turn: int, life: Life, told: Connec
     if world > 1:
         store = dist.FileStore(str(root / f"store-{turn}"), world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    made, start = job(), 0
+    made, start = job(away=life.away and world > 1), 0
     if found := checkpoint.latest(root / "run"):
         start = checkpoint.load(found, *made)["step"]
     if world > 1:

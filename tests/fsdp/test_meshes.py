@@ -148,8 +148,14 @@ def parallel_loss(model: nn.Module, step: int) -> Tensor:
     return (output.full_tensor() if isinstance(output, DTensor) else output).square().mean()
 
 
-def train_parallel(hidden: int) -> None:
-    model, wrapped = train_twins(lambda: parallel(hidden), parallel_loss)
+AWAY: dict[str, Any] = {"update_on": "device", "offload": "all", "device_memory": 0}
+"""All that FSDP2 gathers leaves."""
+
+
+def train_parallel(hidden: int, how: dict[str, Any]) -> None:
+    model, wrapped = train_twins(lambda: parallel(hidden), parallel_loss, **how)
+    away = wrapped.statistics().host_weight_bytes  # type: ignore[attr-defined]
+    check((away > 0) == bool(how), f"{away} bytes of weights on the host")
     strided = model.up.weight.placements[0]
     check(isinstance(strided, _StridedShard), f"up.weight is placed {model.up.weight.placements}")
     check(model.outside.weight.device_mesh.ndim == 1, "the outside layer is on another mesh")
@@ -161,9 +167,12 @@ def train_parallel(hidden: int) -> None:
         check(not isinstance(state[model.logit_scale][name], DTensor), f"{name} of a plain tensor")
 
 
-def test_fsdp_with_tensor_parallel_ignored_and_plain_parameters(ranks: Ranks) -> None:
+@pytest.mark.parametrize("how", [{}, AWAY], ids=["state", "all"])
+def test_fsdp_with_tensor_parallel_ignored_and_plain_parameters(
+    ranks: Ranks, how: dict[str, Any]
+) -> None:
     """Its hidden dimension is cut unevenly."""
-    ranks(4).run(train_parallel, 14)
+    ranks(4).run(train_parallel, 14, how)
 
 
 # --------------------------------------------------------------------------- experts
@@ -204,15 +213,18 @@ def experts_loss(model: nn.Module, step: int) -> Tensor:
     return model(torch.randn(4, DIM, generator=generator), (step + half) % 3).square().mean()
 
 
-def train_experts() -> list[bool]:
-    model, _ = train_twins(experts, experts_loss, steps=3)
+def train_experts(how: dict[str, Any]) -> list[bool]:
+    model, _ = train_twins(experts, experts_loss, steps=3, **how)
     meshes = {p.device_mesh.size() for p in model.parameters()}
     check(meshes == {2, 4}, f"meshes of {meshes} ranks")
     return [p.grad is None for p in model.experts.parameters()]
 
 
-def test_experts_on_another_mesh_of_which_some_are_unused_on_some_ranks(ranks: Ranks) -> None:
-    results = ranks(4).run(train_experts)
+@pytest.mark.parametrize("how", [{}, {**AWAY, "overlap": "backward"}], ids=["state", "all"])
+def test_experts_on_another_mesh_of_which_some_are_unused_on_some_ranks(
+    ranks: Ranks, how: dict[str, Any]
+) -> None:
+    results = ranks(4).run(train_experts, how)
 
     assert results[0] == results[1]
     assert results[0] != results[2], "the halves left out the same experts"

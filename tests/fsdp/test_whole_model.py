@@ -6,7 +6,9 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
 import os
+import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -26,15 +28,18 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from fsdp_offload import (
     ClosedError,
     ConfigError,
+    DeviceMemoryError,
     HostMemoryError,
     HybridDeviceOptimizer,
     PhaseOffloader,
     checkpoint,
 )
+from fsdp_offload.core.devices import CpuBackend
 from fsdp_offload.core.fsdp import Group, fsdp_groups
 from fsdp_offload.core.gated import keeper_of
 from fsdp_offload.link import held_bytes
@@ -43,7 +48,7 @@ from tests.fsdp import models
 from tests.fsdp.models import Ranks, check, check_same
 from tests.fsdp.test_gated import READERS, as_parts
 from tests.fsdp.test_gated import same as same_parts
-from tests.fsdp.test_overlap import loss_of, mesh_of
+from tests.fsdp.test_overlap import SETTINGS, loss_of, mesh_of
 
 FP32, BF16 = torch.float32, torch.bfloat16
 STEPS = 4
@@ -53,22 +58,37 @@ FROZEN = ("embed", "up", "blocks.2")
 
 def build(
     size: int, *, dtype: torch.dtype = FP32, hybrid: bool = False, recomputes: str = "",
-    freezes: bool = False, **options: Any,
+    freezes: bool = False, setting: str = "", **options: Any,
 ) -> Any:  # fmt: skip
-    """``freezes``: most of the parameters; else one."""
+    """``freezes``: most of the parameters; else one. ``recomputes``: all, or "some" operations of
+    blocks, "inside" of FSDP2's modules or "outside"."""
+    how = {"context_fn": keep_some} if "some" in recomputes else {}
     torch.manual_seed(0)
     model = models.Toy().to(dtype)
     for name, parameter in model.named_parameters():
         if freezes and (name.startswith(FROZEN) or ".up." in name):
             parameter.requires_grad_(False)
-    if recomputes == "inside":
+    if "inside" in recomputes:
         for index, block in enumerate(model.blocks):
-            model.blocks[index] = checkpoint_wrapper(block)
+            model.blocks[index] = checkpoint_wrapper(block, **how)
     models.shard(model, mesh_of(size, hybrid), **options)
-    if recomputes == "outside":
+    if "outside" in recomputes:
         for index, block in enumerate(model.blocks):
-            model.blocks[index] = checkpoint_wrapper(block)
+            model.blocks[index] = checkpoint_wrapper(block, **how)
+    if setting:
+        SETTINGS[setting](model)
     return model
+
+
+def keep_some() -> Any:
+    """Selective activation checkpointing: products of matrices are kept."""
+    kept = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+    def policy(context: object, func: object, *_: object, **__: object) -> CheckpointPolicy:
+        is_kept = func in kept
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
@@ -137,6 +157,15 @@ def fail_in_forward(model: Any, index: int) -> list[Any]:
     return []
 
 
+def fail_in_backward(model: Any, index: int) -> list[Any]:
+    handle = model.blocks[1].up.register_full_backward_hook(lambda *_: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        loss_of(model, 70 + index).backward()
+    handle.remove()
+    model.reset_iter_state() if hasattr(model, "reset_iter_state") else model.reshard()
+    return []
+
+
 def twice(model: Any, index: int) -> list[Any]:
     """A layer that is called again, and a whole forward that nothing follows."""
     blocks = model.blocks
@@ -158,6 +187,7 @@ BETWEEN: dict[str, Callable[[Any, int], list[Any]]] = {
     "": lambda model, index: [],
     "evaluation": evaluate,
     "fails": fail_in_forward,
+    "fails in backward": fail_in_backward,
     "twice": twice,
     "accumulation": accumulate,
 }
@@ -181,17 +211,18 @@ def train_both(
 ) -> None:
     """The plain twin in fp32, else the one with ``offload="state"``."""
     overlap, stay_bytes = how.pop("overlap", None), how.pop("stay_bytes", 0)
+    memory, all_leave = how.pop("memory", 0), "memory" not in how
     with mock.patch.object(weights_module, "SLOTS", slots):
         plain, mine = (build(size, dtype=dtype, **how) for _ in range(2))
         reference: Any = adamw(plain)
         if dtype != FP32:
             reference = wrap(plain, offload="state", overlap=overlap)
-        optimizer = wrap(mine, overlap=overlap)
-        check(all(away(mine)) and away(mine), f"away: {away(mine)}")
+        optimizer = wrap(mine, overlap=overlap, device_memory=memory)
+        check(any(away(mine)) and all(away(mine)) == all_leave, f"away: {away(mine)}")
         expected = train(plain, reference, between)
         found = train(mine, optimizer, between, stay_bytes)
         check(found == expected, f"losses {found} are not {expected}")
-        check(all(away(mine)), "still away")
+        check(all(away(mine)) == all_leave and any(away(mine)), "still away")
         compare(mine, plain, "weights")
         optimizer.close()
         check(not any(away(mine)), "back")
@@ -219,8 +250,13 @@ CASES: dict[str, dict[str, Any]] = {
     "buckets stay, bf16": {"stay_bytes": 40_000, "dtype": BF16, "overlap": "step"},
     "checkpoint inside": {"recomputes": "inside"},
     "checkpoint outside": {"recomputes": "outside"},
+    "recomputes some inside": {"recomputes": "some inside", "overlap": "backward"},
+    "recomputes some outside": {"recomputes": "some outside"},
     "several blocks": {"together": 2},
     "root keeps": {"reshard_after_forward": False},
+    "some stay": {"memory": "30000B", "between": "evaluation"},
+    "some stay, backward": {"memory": "16000B", "overlap": "backward", "dtype": BF16},
+    **{name: {"setting": name, "overlap": "backward"} for name in SETTINGS},
     "mixed precision": {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)},
 }
 
@@ -231,7 +267,13 @@ def test_training_in_many_ways_has_the_same_bits(ranks: Ranks, case: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "how", [{"hybrid": True}, {"reshard_after_forward": 2}, {"hybrid": True, "dtype": BF16}]
+    "how",
+    [
+        {"hybrid": True},
+        {"reshard_after_forward": 2},
+        {"hybrid": True, "dtype": BF16},
+        {"hybrid": True, "dtype": torch.float16, "overlap": "backward"},
+    ],
 )
 def test_training_on_four_ranks_has_the_same_bits(ranks: Ranks, how: dict[str, Any]) -> None:
     ranks(4).run(train_both, 4, "evaluation", **how)
@@ -590,12 +632,45 @@ def refuse() -> None:
     optimizer = wrap(model, offload="state")
     enough = optimizer.statistics().host_arena_bytes + 100
     optimizer.close()
+    gc.collect()
+    held = held_bytes()
     for n_bytes, what in ((enough, "state of AdamW"), (9000, "weights")):
         message = raised(HostMemoryError, lambda n=n_bytes: wrap(model, host_memory=f"{n}B"))
-        check(what in message, f"{n_bytes} {message}")
+        check(what in message and re.search(r"\d{4}|KiB", message), f"{n_bytes} {message}")
         is_same = same_parts(list(whole(model).values()), before)
-        check(not any(away(model)) and is_same, "as before")
+        gc.collect()
+        check(not any(away(model)) and is_same and held_bytes() == held, "as before")
     wrap(model).close()
+
+
+def refuse_a_small_device() -> None:
+    """Whichever of its allocations fails, the constructor names it, and leaves all as it was."""
+    allocate, seen = CpuBackend.allocate, set[str]()
+    for index in range(100):
+        model = build(dist.get_world_size())
+        gc.collect()
+        before, held, calls = list(whole(model).values()), held_bytes(), itertools.count()
+
+        def limited(backend: Any, n_bytes: int, index: int = index, calls: Any = calls) -> Tensor:
+            if next(calls) == index:
+                raise torch.OutOfMemoryError("full")
+            return allocate(backend, n_bytes)
+
+        try:
+            with mock.patch.object(CpuBackend, "allocate", limited):
+                optimizer = wrap(model)
+        except DeviceMemoryError as error:
+            seen.add(re.sub(r"\d{4,}", "N", error.what))
+        else:
+            optimizer.close()
+            break
+        gc.collect()
+        check(same_parts(list(whole(model).values()), before), "weights")
+        check(not any(away(model)) and held_bytes() == held, f"as before: {held_bytes()}")
+        optimizer = wrap(model)
+        step(model, optimizer, 0)
+        optimizer.close()
+    check(seen == {f"N bytes on the device for {each}" for each in ("weights", "state")}, f"{seen}")
 
 
 def stay_where_there_is_room() -> None:
@@ -685,6 +760,7 @@ def copy_parameters() -> None:
     ("job", "arguments"),
     [
         *((job, ()) for job in (unfreeze, refuse, stay_where_there_is_room, fork)),
+        (refuse_a_small_device, ()),
         *((job, ()) for job in (hold_no_copies, copy_parameters)),
         *((delete, (by,)) for by in ("optimizer", "model")),
         *((offload_in_phases, (params,)) for params in ("save", "keep")),

@@ -10,6 +10,7 @@ and write host memory, gathers read it.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -24,12 +25,13 @@ from fsdp_offload.core.backend import Backend
 from fsdp_offload.core.config import OffloadConfig
 from fsdp_offload.core.devices import CpuBackend
 from fsdp_offload.core.fsdp import find_groups
+from fsdp_offload.core.gated import keeper_of
 from fsdp_offload.optimizer.weights import Weights
 from fsdp_offload.plan import residency
 from tests.fsdp import models
 from tests.fsdp.models import Ranks
 from tests.helpers.fake_fsdp import add, copy, write_gradient
-from tests.helpers.removed_waits import CPU, NOTHING, Removal, Simulator, Skip
+from tests.helpers.removed_waits import CPU, NOTHING, Removal, Simulator, Skip, adversaries
 from tests.helpers.simulator import ADVERSARIES, use_backend
 
 FORWARD, BACKWARD = (0, 1, 2, 3, 4), (4, 3, 2, 1, 0)
@@ -133,13 +135,13 @@ def test_every_pair_of_streams_has_a_wait_that_nothing_implies(ranks: Ranks) -> 
 STAYS = 14_000
 """Bytes for slots and some of the buckets."""
 TRAINED = {
-    f"{overlap}-{str(dtype).removeprefix('torch.')}-{memory}": (overlap, dtype, memory)
-    for overlap, dtype, memory in (
-        ("step", torch.float32, 0),
-        ("forward", torch.float32, 0),
-        ("backward", torch.bfloat16, STAYS),
-    )
+    "step": ("step", torch.float32, 0),
+    "forward": ("forward", torch.float32, 0),
+    "backward, some stay": ("backward", torch.bfloat16, STAYS),
+    "host": ("forward", torch.float32, 0),
+    "host, some stay": ("backward", torch.bfloat16, STAYS),
 }
+"""In "host" host memory is read and written after each step, and copies are read before."""
 
 
 class Trained:
@@ -154,6 +156,7 @@ class Trained:
         self.model, self.groups = model, find_groups([model])
         self.current = backend.current_stream()
         self.gather, self.reduce = backend.stream("gather"), backend.stream("reduce")
+        self.backend, self.reader = backend, backend.stream("reader")
         for group in self.groups:
             for shard in group.shards:
                 self.current.launch(double, shard.padded)
@@ -166,6 +169,7 @@ class Trained:
         ring = self.updates.reserved.engine.ring
         if memory:
             ring.fit(memory, 0)
+        self.uses_host, self.found = "host" in scene, list[Tensor]()
 
     def gathered(self, index: int) -> list[Tensor]:
         """What a gather reads, on the compute stream."""
@@ -202,12 +206,40 @@ class Trained:
         self.current.wait(self.reduce.record())
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.uses_host:
+            order = self.groups[step:] + self.groups[:step]  # each is once the first
+            self.use_host([p for group in order for p in group.parameters])
+
+    def use_host(self, parameters: Sequence[Tensor]) -> None:
+        """The first as checkpoints do, the last as readers on two streams do, others as both."""
+        for index, parameter in enumerate(parameters):
+            keeper = keeper_of(dtensor.with_history(parameter))
+            if index > 1:
+                shard = dtensor.local(parameter) if keeper is None else keeper.take()
+                self.found.append(torch.zeros_like(shard))
+                self.current.launch(copy, self.found[-1], shard)
+            if index == len(parameters) - 1:
+                self.found.append(torch.zeros_like(shard))
+                if keeper is not None:
+                    keeper.used(shard, is_shared=True)
+                    with mock.patch.object(
+                        self.backend, "current_stream", return_value=self.reader
+                    ):
+                        keeper.take()
+                self.reader.launch(copy, self.found[-1], shard)
+                self.current.wait(self.reader.record())
+            if keeper is None:  # else what is read is not the weight that is written
+                self.current.synchronize()
+            if index < len(parameters) - 2:
+                shard = dtensor.local(parameter)
+                self.found.append(shard.clone())
+                shard.mul_(1.5)
 
     def result(self) -> list[Tensor]:
         self.gather.wait(self.current.record())
         found = [each for index in range(len(self.groups)) for each in self.gathered(index)]
         self.current.synchronize()
-        found = [each.clone() for each in found]
+        found = [each.clone() for each in (*self.found, *found)]
         for entry in self.optimizer.state.values():
             found += [models.local(value).clone() for value in entry.values()]
         self.optimizer.close()
@@ -216,6 +248,11 @@ class Trained:
             self.current.launch(copy, found[-1], shard.padded)
         self.current.synchronize()
         return found
+
+
+@torch.no_grad()
+def scribble(tensor: Tensor) -> None:
+    tensor.fill_(torch.nan)
 
 
 @torch.no_grad()
@@ -238,7 +275,15 @@ def train(scene: str, backend: Backend, offload: str = "all") -> list[Tensor]:
 
 def simulate(scene: str, policy: str, skip: Skip = NOTHING) -> tuple[list[Tensor], Simulator]:
     with Simulator(policy, skip) as simulator:
-        return train(scene, simulator), simulator
+        made = torch.empty_like
+
+        def scribbled(like: Tensor, **options: Any) -> Tensor:
+            memory = made(like, **options)
+            simulator.current_stream().launch(scribble, memory)  # by its last owner
+            return memory
+
+        with mock.patch.object(torch, "empty_like", scribbled):
+            return train(scene, simulator), simulator
 
 
 def expect_trained(scene: str) -> list[Tensor]:
@@ -269,10 +314,41 @@ def test_complete_waits_give_right_trained_weights(ranks: Ranks, scene: str) -> 
     ranks(1).run(complete_trained, scene)
 
 
-@pytest.mark.parametrize("scene", list(TRAINED))
+@pytest.mark.parametrize("scene", [scene for scene in TRAINED if "host" not in scene])
 def test_removing_any_single_wait_of_an_update_is_noticed(ranks: Ranks, scene: str) -> None:
     assert ranks(1).run(unnoticed_trained, scene) == [[]]
 
 
+READERS = {("current", "weights:in"), ("reader", "weights:in")}
+NEEDED = {*READERS, ("weights:in", "current"), ("weights:in", "state:out")}
+
+
+def noticed_by_host_memory(scene: str) -> tuple[list[str], set[object]]:
+    """Waits of readers that are not noticed, and what else is noticed at least once."""
+    simulator, needed, _ = UPDATES.complete(scene)
+    missed, seen = list[str](), set[object]()
+    for index in needed:
+        pair, skip = simulator.wait_log[index], ("wait", index)
+        if pair in NEEDED and (pair in READERS or pair not in seen):
+            policies = adversaries(skip, simulator.order)[:4]
+            if any(UPDATES.shows(scene, policy, skip) for policy in policies):
+                seen.add(pair)
+            elif pair in READERS:
+                missed.append(f"{skip} {pair}")
+    if UPDATES.shows(scene, "lazy", ("sync", 0)):
+        seen.add("stored")
+    for index, name in enumerate(simulator.drain_log):
+        if name == "weights:in" and UPDATES.shows(scene, "lazy", ("drain", index)):
+            seen.add("fetched")
+            break
+    return missed, seen
+
+
+@pytest.mark.parametrize("scene", [scene for scene in TRAINED if "host" in scene])
+def test_what_reads_host_memory_waits(ranks: Ranks, scene: str) -> None:
+    """For stores; what writes it, for fetches; a copy, and each stream that uses it, likewise."""
+    assert ranks(1).run(noticed_by_host_memory, scene) == [([], {*NEEDED, "stored", "fetched"})]
+
+
 def test_gathers_wait_for_stores(ranks: Ranks) -> None:
-    assert ("weights:in", "state:out") in ranks(1).run(pairs_trained, "forward-float32-0")[0]
+    assert ("weights:in", "state:out") in ranks(1).run(pairs_trained, "forward")[0]

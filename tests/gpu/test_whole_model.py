@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as recompute
 
-from fsdp_offload import DeviceError, HybridDeviceOptimizer
+from fsdp_offload import DeviceError, HybridDeviceOptimizer, checkpoint
 from fsdp_offload.core.gated import GatedShard
 
 SLEEP = 20_000_000  # cycles: about 10 ms
@@ -52,7 +52,7 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
+            x = recompute(layer, x, use_reentrant=False)
         return x.float().square().mean()
 
 
@@ -129,6 +129,38 @@ def test_frozen_weights_take_three_slots(mesh: Any) -> None:
     for parameter in model.parameters():
         parameter.detach().float().norm().item()
     assert torch.cuda.memory_allocated() <= held
+    optimizer.close()
+
+
+def test_saves_loads_and_averages_take_no_memory_of_all_weights(mesh: Any, tmp_path: Path) -> None:
+    """One copy of a weight at a time, where a kernel of torch's reads it."""
+    model, layer_bytes = build(mesh), WIDTH * WIDTH * 2
+    optimizer = wrap(model, "all")
+    train(model, optimizer, "nothing")
+    averages = [torch.zeros_like(p) for p in model.parameters()]
+    state = {name: value.cpu() for name, value in model.state_dict().items()}
+
+    def save_and_load() -> None:
+        checkpoint.save(tmp_path / "one", model, optimizer)
+        checkpoint.load(tmp_path / "one", model, optimizer)
+        checkpoint.export_safetensors(model, tmp_path / "two", optimizer=optimizer)
+
+    def average() -> None:
+        torch._foreach_lerp_(averages, list(model.parameters()), 0.5)
+
+    uses = (save_and_load, 1), (lambda: model.load_state_dict(state), 1), (average, 3)
+    for use, most in uses:
+        torch.cuda.synchronize()
+        gc.collect()
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with torch.no_grad():
+            use()
+        torch.cuda.synchronize()
+        assert torch.cuda.max_memory_allocated() - held < most * layer_bytes
+        assert torch.cuda.memory_allocated() - held < layer_bytes // 2
+    for mine, theirs in zip(averages, state.values(), strict=True):
+        assert torch.equal(mine.to_local().cpu(), (theirs.to_local() * 0.5).to(mine.dtype))
     optimizer.close()
 
 
