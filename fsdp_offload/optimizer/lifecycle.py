@@ -110,7 +110,7 @@ class Lifecycle:
             finally:
                 self._running = before
 
-    def part(self, what: str) -> contextlib.AbstractContextManager[None]:
+    def inner_turn(self, what: str) -> contextlib.AbstractContextManager[None]:
         """:meth:`turn`, or a part of the call on this thread that has it."""
         is_part = self._running and self._thread == threading.get_ident()
         return contextlib.nullcontext() if is_part else self.turn(what)

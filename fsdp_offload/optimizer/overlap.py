@@ -21,15 +21,14 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import replace
 from typing import Final, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..core import dtensor
-from ..core.backend import Event, Stream, TimedEvent
+from ..core.backend import Event, Stream
 from ..core.config import OffloadConfig
 from ..core.cuda_driver import beside_capture
 from ..core.errors import ConfigError
@@ -41,9 +40,9 @@ from ..plan.order import assumed_ready_ms
 from ..update.params import ParamState, Work
 from ..update.schema import is_torch_class, works_on_matrices
 from .engine import Engine
+from .gates import Gate, Times
 from .gradients import gradient_of
 from .lifecycle import Lifecycle
-from .ring import Mark
 
 ASSUMED_MS_PER_BYTE: Final = 1 / 50e6
 """Assumed speed of the link, each way, until measured: PCIe 5 x16."""
@@ -64,66 +63,6 @@ class Owner(Protocol):
 
     # Raises if an update has failed, or ``what`` needs offloaded memory.
     def check_present(self, what: str) -> None: ...
-
-
-@dataclass(eq=False)
-class Gate:
-    """One FSDP2 group: events to wait for before its shards are read."""
-
-    group: Group | None  # None: the parameters outside groups
-    params: list[ParamState] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-    is_pending: bool = False  # updates are not enqueued yet, so there are no events
-    held: list[object] = field(default_factory=list)  # tensors that the updates read
-    is_asked: bool = False  # whether a stream waits, or has waited, for the events
-    is_taken: bool = False  # its gradients were taken, and step() is still to come
-    rank: int = 0  # position of the gate in the forward
-    reduced: TimedEvent | None = None  # after this backward's reduction
-    gated: dtensor.Gated = field(default_factory=list)
-    gradients: dtensor.GatedGradients = field(default_factory=dtensor.GatedGradients)
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether shards may not be read without a wait."""
-        return bool(self.events or self.is_pending or self.is_taken)
-
-    def open(self) -> None:
-        """Stop gating shards and gradients."""
-        dtensor.open_gate(self.gated)
-        self.gradients.open()
-
-    def __del__(self) -> None:
-        self.open()  # the dead optimizer has waited for its updates
-
-
-@dataclass(frozen=True)
-class Times:
-    """Measurements of one iteration, which the device may not have finished yet."""
-
-    reduced: list[TimedEvent | None]  # per gate
-    marks: list[Mark]  # of the ring
-
-    def are_known(self) -> bool:
-        """Whether the device has reached all of them."""
-        events = [event for event in self.reduced if event is not None]
-        events += [time for _, time in self.marks[-1:]]
-        return all(event.query() for event in events)
-
-    def ready_ms(self) -> list[float]:
-        """Return times per gate since the first gradients of the backward; empty if nothing was
-        measured."""
-        known = [event for event in self.reduced if event is not None]
-        times = [None if e is None else known[0].elapsed_time(e) for e in self.reduced]
-        reached = [time for time in times if time is not None]
-        if not reached:
-            return []
-        # Parameters without gradient are decided in step(), after all others.
-        return [(max(reached) if time is None else time) - min(reached) for time in times]
-
-    def ms_per_byte(self) -> float | None:
-        """Return the link's best speed between two marks, each way."""
-        spans = [(a[1].elapsed_time(b[1]), b[0] - a[0]) for a, b in pairwise(self.marks)]
-        return min((ms / n_bytes for ms, n_bytes in spans if n_bytes), default=None) or None
 
 
 class Overlap:
@@ -285,7 +224,7 @@ class Overlap:
         what = "an update beside forward or backward"
         if ring.is_busy:
             owner.life.check_free(what)
-        with owner.life.part(what), owner.life.failing(what):
+        with owner.life.inner_turn(what), owner.life.failing(what):
             if index is None:
                 ring.complete()
             else:

@@ -156,12 +156,15 @@ class Ring:
             ms_per_byte: speed of the link, each way with both busy.
         """
         self.complete()
-        travelling = self.sizes.keys() - self.staying.keys()
+        # Weights are read from the slots of gathers, which stay as they are for a short time: these
+        # buckets pass as their gradients come.
+        weighty = {i for i, bucket in enumerate(self.buckets) if bucket.weights.host}
+        slow = self.sizes.keys() - self.staying.keys() - weighty
         visits = [
             Visit(
                 ready_ms=max(ready_ms[index] for index in bucket.indices),
                 rank=min(ranks[index] for index in bucket.indices),
-                cost_ms=bucket.n_bytes * ms_per_byte if i in travelling else 0,
+                cost_ms=bucket.n_bytes * ms_per_byte if i in slow else 0,
             )
             for i, bucket in enumerate(self.buckets)
         ]
@@ -310,7 +313,7 @@ class Ring:
 
     def _advance(self, work: Work, least: int) -> None:
         while self._head < len(self.order):
-            if self._head >= least and not self._has_room():
+            if self._head >= least and not self._may_enqueue():
                 return
             bucket = self.buckets[self.order[self._head]]
             self.prefetch()
@@ -332,7 +335,7 @@ class Ring:
         if self._start is not None:
             self._end()
 
-    def _has_room(self) -> bool:
+    def _may_enqueue(self) -> bool:
         if self.overlap == "step":  # nothing else is to be enqueued meanwhile
             return True
         while self._waiting and self._waiting[0].query():
