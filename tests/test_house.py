@@ -9,12 +9,12 @@ from tests.helpers.scripts import Launch
 
 
 def test_measures_stay_below_what_they_are() -> None:
-    assert house.lines() <= 25_080  # weights and gradients in host memory
-    assert house.statements() <= 12_990
-    assert len(house.sources()) <= 116 + 7
+    assert house.lines() <= 25_510  # weights and gradients in host memory
+    assert house.statements() <= 13_290
+    assert len(house.sources()) <= 126
     assert house.long_files() == {}
     assert len(house.files_in_root()) <= 2
-    assert house.classes() <= 224
+    assert house.classes() <= 232
     assert house.lines(list(house.PACKAGE.glob("bench/*.py"))) <= 740
     assert house.long_functions() == []
     assert sum(house.banned_words().values()) <= 2

@@ -276,13 +276,15 @@ class Engine:
         if self.host is not None:
             self.host.offer(work, complete=False)
         self.ring.run(work)
+        self.ring.complete()
 
     def run(self, work: Work, start: Event) -> None:
         """Enqueue the rest of the iteration after ``start``, when all gradients are ready, without
         waiting."""
-        self.update.wait(start)
         if self.host is not None:
             self.host.offer(work, complete=True)
+        if self._natives:
+            self.update.wait(start)
         for native in self._natives:
             with span("update"):
                 self.update.launch(native.run, work.snapshot)
@@ -290,7 +292,8 @@ class Engine:
         self.ring.run(work, start)
 
     def finish(self, stream: Stream) -> None:
-        """Make ``stream`` wait for every enqueued update; the host waits for updates on the CPU."""
+        """Make ``stream`` wait for every update; the host waits for updates on the CPU."""
+        self.ring.complete()
         if self.host is not None and self.host.last is not None:
             stream.wait(self.host.last)
         stream.wait(self.update.record())
@@ -317,11 +320,16 @@ class Engine:
             events.append(self.ring.updated(in_ring))
         return [event for event in events if event is not None]
 
+    def has_enqueued(self, gate: int) -> bool:
+        """Whether :meth:`updated` has nothing to enqueue first."""
+        return self.ring.has_passed(self._gates[gate][1])
+
     def synchronize(self) -> None:
         """Block until every update has run, and moving state is back in host memory."""
         with contextlib.ExitStack() as waits:  # runs all waits, even if one raises
             for each in (*reversed(self.lanes), self.update):
                 waits.callback(each.synchronize)
+            waits.callback(self.ring.complete)  # first
 
     @property
     def uses_link(self) -> bool:

@@ -39,6 +39,7 @@ class Lifecycle:
         self._pid = os.getpid()
         self._failure: BaseException | None = None
         self._running = ""  # the call that has the turn
+        self._thread = 0  # where it runs
         self._lock = threading.RLock()
 
     @property
@@ -101,12 +102,18 @@ class Lifecycle:
             pass
         with defer_sigint(), self._lock:
             if self._running != within:
-                self._check_free(what)
+                self.check_free(what)
             before, self._running = self._running, what
+            self._thread = threading.get_ident()
             try:
                 yield
             finally:
                 self._running = before
+
+    def inner_turn(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """:meth:`turn`, or a part of the call on this thread that has it."""
+        is_part = self._running and self._thread == threading.get_ident()
+        return contextlib.nullcontext() if is_part else self.turn(what)
 
     @contextlib.contextmanager
     def held(self, what: str) -> Iterator[None]:
@@ -116,10 +123,15 @@ class Lifecycle:
             BusyError: as of :meth:`turn`.
         """
         with self._lock:
-            self._check_free(what)
+            self.check_free(what)
             yield
 
-    def _check_free(self, what: str) -> None:
+    def check_free(self, what: str) -> None:
+        """Refuse what a signal handler or a callback calls in the middle of another call.
+
+        Raises:
+            BusyError: a call has the turn.
+        """
         if self._running:
             raise BusyError(
                 f"{what} in the middle of {self._running}",

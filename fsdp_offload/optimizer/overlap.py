@@ -21,15 +21,14 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import replace
 from typing import Final, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..core import dtensor
-from ..core.backend import Event, Stream, TimedEvent
+from ..core.backend import Event, Stream
 from ..core.config import OffloadConfig
 from ..core.cuda_driver import beside_capture
 from ..core.errors import ConfigError
@@ -41,9 +40,9 @@ from ..plan.order import assumed_ready_ms
 from ..update.params import ParamState, Work
 from ..update.schema import is_torch_class, works_on_matrices
 from .engine import Engine
+from .gates import Gate, Times
 from .gradients import gradient_of
 from .lifecycle import Lifecycle
-from .ring import Mark
 
 ASSUMED_MS_PER_BYTE: Final = 1 / 50e6
 """Assumed speed of the link, each way, until measured: PCIe 5 x16."""
@@ -64,60 +63,6 @@ class Owner(Protocol):
 
     # Raises if an update has failed, or ``what`` needs offloaded memory.
     def check_present(self, what: str) -> None: ...
-
-
-@dataclass(eq=False)
-class Gate:
-    """One FSDP2 group: events to wait for before its shards are read."""
-
-    group: Group | None  # None: the parameters outside groups
-    params: list[ParamState] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-    held: list[object] = field(default_factory=list)  # tensors that the updates read
-    is_asked: bool = False  # whether a stream waits, or has waited, for the events
-    is_taken: bool = False  # its gradients were taken, and step() is still to come
-    rank: int = 0  # position of the gate in the forward
-    reduced: TimedEvent | None = None  # after this backward's reduction
-    gated: dtensor.Gated = field(default_factory=list)
-    gradients: dtensor.GatedGradients = field(default_factory=dtensor.GatedGradients)
-
-    def open(self) -> None:
-        """Stop gating shards and gradients."""
-        dtensor.open_gate(self.gated)
-        self.gradients.open()
-
-    def __del__(self) -> None:
-        self.open()  # the dead optimizer has waited for its updates
-
-
-@dataclass(frozen=True)
-class Times:
-    """Measurements of one iteration, which the device may not have finished yet."""
-
-    reduced: list[TimedEvent | None]  # per gate
-    marks: list[Mark]  # of the ring
-
-    def are_known(self) -> bool:
-        """Whether the device has reached all of them."""
-        events = [event for event in self.reduced if event is not None]
-        events += [time for _, time in self.marks[-1:]]
-        return all(event.query() for event in events)
-
-    def ready_ms(self) -> list[float]:
-        """Return times per gate since the first gradients of the backward; empty if nothing was
-        measured."""
-        known = [event for event in self.reduced if event is not None]
-        times = [None if e is None else known[0].elapsed_time(e) for e in self.reduced]
-        reached = [time for time in times if time is not None]
-        if not reached:
-            return []
-        # Parameters without gradient are decided in step(), after all others.
-        return [(max(reached) if time is None else time) - min(reached) for time in times]
-
-    def ms_per_byte(self) -> float | None:
-        """Return the link's best speed between two marks, each way."""
-        spans = [(a[1].elapsed_time(b[1]), b[0] - a[0]) for a, b in pairwise(self.marks)]
-        return min((ms / n_bytes for ms, n_bytes in spans if n_bytes), default=None) or None
 
 
 class Overlap:
@@ -213,7 +158,9 @@ class Overlap:
     def begin(self) -> None:
         """Wait for leftovers of the last iteration before the first update."""
         current = self._backend.current_stream()
-        for gate in self.gates:
+        self._engine.ring.complete()
+        for index, gate in enumerate(self.gates):
+            self._note_events(index)
             if gate.events:  # the forward has not reached it since
                 for event in gate.events:
                     current.wait(event)
@@ -225,13 +172,14 @@ class Overlap:
         if self.is_off:
             self._engine.finish(current)
         for index, gate in enumerate(() if self.is_off else self._all_gates()):
-            events = self._engine.updated(index)
             if gate.group is None:
-                for event in events:
+                for event in self._engine.updated(index):
                     current.wait(event)
                 continue
-            gate.events, gate.is_asked, gate.is_taken = events, False, False
-            if events:
+            gate.events, gate.is_pending, gate.is_asked, gate.is_taken = [], True, False, False
+            if self._engine.has_enqueued(index):
+                self._note_events(index)
+            if gate.is_closed:
                 wait = self._waiting(index)
                 dtensor.close_gate(gate.gated, wait)
                 if not self._in_backward:
@@ -262,9 +210,41 @@ class Overlap:
         for gate in self.gates:
             gate.open()
 
+    def enqueue(self, index: int | None = None) -> None:
+        """Enqueue all updates of a gate, and more while queues have room; None: those of all gates.
+
+        Raises:
+            BusyError: a signal handler uses parameters while updates are being enqueued.
+            LaneError: an update failed.
+        """
+        ring, owner = self._engine.ring, self._find_owner()
+        is_due = index is not None and self.gates[index].is_pending
+        if owner is None or not (is_due or ring.is_pending):
+            return
+        what = "an update beside forward or backward"
+        if ring.is_busy:
+            owner.life.check_free(what)
+        with owner.life.inner_turn(what), owner.life.failing(what):
+            if index is None:
+                ring.complete()
+            else:
+                self._note_events(index)
+            ring.advance()
+
+    def is_pending(self, index: int) -> bool:
+        """Return whether updates of a gate are not enqueued yet."""
+        return self.gates[index].is_pending and not self._engine.has_enqueued(index)
+
+    def _note_events(self, index: int) -> None:
+        gate = self.gates[index]
+        if gate.is_pending:
+            gate.events, gate.is_pending = self._engine.updated(index), False
+            if not gate.events:
+                self._open(gate)
+
     @staticmethod
     def _open(gate: Gate) -> None:
-        gate.events, gate.held, gate.is_taken = [], [], False
+        gate.events, gate.held, gate.is_taken, gate.is_pending = [], [], False, False
         gate.open()
 
     # ------------------------------------------------------------------ the lanes' order
@@ -279,6 +259,7 @@ class Overlap:
     def _reorder_when_measured(self) -> None:
         """Reorder by the times of an earlier iteration, once the device has finished it."""
         if self._steps in REORDER_AFTER:
+            self._engine.ring.complete()
             reduced = [gate.reduced for gate in self.gates]
             self._watched = Times(reduced, self._engine.ring.marks)
         for gate in self.gates:
@@ -287,6 +268,7 @@ class Overlap:
             return
         ready_ms, ms_per_byte = self._watched.ready_ms(), self._watched.ms_per_byte()
         self._watched = None
+        self._engine.ring.complete()
         if not self._in_backward:
             self._reorder([0.0] * len(self.gates), ASSUMED_MS_PER_BYTE)
         elif ready_ms:  # without a measured link nothing moves
@@ -313,12 +295,14 @@ class Overlap:
         """See :class:`..core.fsdp.Watcher`."""
         self._turn_off_in_capture()
         self.gates[index].is_asked = True
-        self._wait(self.gates[index], stream, "forward()")
+        self.enqueue(index)
+        self._wait(index, stream, "forward()")
 
-    def _wait(self, gate: Gate, stream: Stream, what: str) -> None:
-        owner = self._find_owner()
-        if owner is None or not (gate.events or gate.is_taken):
+    def _wait(self, index: int, stream: Stream, what: str) -> None:
+        owner, gate = self._find_owner(), self.gates[index]
+        if owner is None or not gate.is_closed:
             return
+        self.enqueue(index)
         with span("wait"), owner.life.failing(what):  # raised by the thread that updates on the CPU
             for event in gate.events:
                 stream.wait(event)
@@ -340,8 +324,11 @@ class Overlap:
             return
         self.is_off, self._in_backward = True, False
         with beside_capture(self._backend.device):
-            for event in (event for gate in self.gates for event in gate.events):
-                event.synchronize()
+            self._engine.ring.complete()
+            for index, gate in enumerate(self.gates):
+                self._note_events(index)
+                for event in gate.events:
+                    event.synchronize()
         self.open_all()
         warn(
             'overlap="step" from now on: a CUDA graph capture contains a forward '
@@ -350,12 +337,11 @@ class Overlap:
 
     def before_use(self, index: int) -> None:
         """Wait before user code uses a shard or a gradient of this gate."""
-        gate = self.gates[index]
-        if not (gate.events or gate.is_taken):
+        if not self.gates[index].is_closed:
             return
         self._turn_off_in_capture()
         current = self._backend.current_stream()
-        self._wait(gate, current, "using a parameter or a gradient after step()")
+        self._wait(index, current, "using a parameter or a gradient after step()")
 
     def _waiting(self, index: int) -> Callable[[], None]:
         return functools.partial(_wait, weakref.ref(self), index)
@@ -367,13 +353,14 @@ class Overlap:
             gate.rank = self._passed
             self._passed += 1
             self._open(gate)
+        self.enqueue(index)
 
     def before_reduce(self, index: int) -> None:
         """See :class:`..core.fsdp.Watcher`."""
         gate = self.gates[index]
         self._turn_off_in_capture()
-        if not self._in_backward and gate.events:  # another backward, without a forward
-            self._wait(gate, self._backend.current_stream(), "backward()")
+        if not self._in_backward and gate.is_closed:  # another backward, without a forward
+            self._wait(index, self._backend.current_stream(), "backward()")
             self._open(gate)
         for param in gate.params:
             if is_spent(param.parameter.grad):

@@ -31,12 +31,13 @@ memory. If other code writes a weight, it is fetched again before the update.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
-from typing import Final
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from typing import Final, Protocol
 
 from torch import Tensor
 
-from ..core.backend import TURN_BYTES, Backend, Event, TimedEvent
+from ..core.backend import TURN_BYTES, Backend, Event, Stream, TimedEvent
 from ..core.storage import span
 from ..link import Block, Link, Residence
 from ..plan.order import SlotUse, Visit, deadline_order, fetched_first, slot_use
@@ -45,10 +46,33 @@ from ..update.params import Work
 from .gradient_slots import GradientSlots
 from .ring_bucket import RingBucket
 
+AHEAD: Final = 48
+"""Buckets whose updates may wait in the device's queues. A queue holds about 1,000 commands. The
+host blocks while it is full, and would enqueue no forward beside the updates."""
 MARK_EVERY: Final = 8
 """Buckets between two timestamps."""
 Mark = tuple[int, TimedEvent]
 """Bytes of an iteration stored so far, and the time."""
+
+
+class WeightSlot(Protocol):
+    """Device memory of weights in host memory."""
+
+    free: Event | None
+    arrived: Event
+
+
+class WeightSlots(Protocol):
+    """The slots of weights in host memory: see ``optimizer/weights.py``."""
+
+    # Whether slots have all weights of a block as they are now.
+    def has(self, block: Block) -> bool: ...
+
+    # Copy them on ``update`` to its device memory.
+    def lend(self, block: Block, update: Stream) -> None: ...
+
+    # Copy them back, once they are updated, to slots that may be read after what comes next.
+    def bring(self, block: Block, update: Stream) -> Sequence[WeightSlot]: ...
 
 
 class Ring:
@@ -72,8 +96,16 @@ class Ring:
         self._backend, self.overlap = backend, overlap
         self._use = SlotUse((), (0,))
         self.gradients: GradientSlots | None = None  # if gradients come from host memory
+        self.find_weights: Callable[[], WeightSlots | None] = lambda: None
+        """Finds slots of weights in host memory, which outlive the ring."""
         self.link = Link(backend, "state", turn_bytes=None if overlap == "step" else TURN_BYTES)
         self._free: list[Event | None] = []  # per slot: event after its last store
+        self._work: Work | None = None  # of an iteration that may have buckets to enqueue
+        self._start: Event | None = None  # see run()
+        self._waited = set[Event]()  # events of gradients that updates of this iteration wait for
+        self._waiting = deque[Event]()  # ends of updates in the device's queues
+        self.is_busy = False
+        """Whether updates are being enqueued now."""
         self._head = 0  # next position to be updated
         self._travelled = 0  # stored buckets of this iteration
         self._fetched = 0  # first position that is not in a slot yet
@@ -91,6 +123,7 @@ class Ring:
         Raises:
             torch.OutOfMemoryError: not enough memory; :meth:`drop_from` removes them again.
         """
+        self.complete()
         self._use_buckets([*self.buckets, *buckets])
         slots, staying = self._chosen(allowed_bytes)
         self._arrange(staying, slots)
@@ -122,12 +155,16 @@ class Ring:
             ranks: per parameter, its position in the forward.
             ms_per_byte: speed of the link, each way with both busy.
         """
-        travelling = self.sizes.keys() - self.staying.keys()
+        self.complete()
+        # Weights are read from the slots of gathers, which stay as they are for a short time: these
+        # buckets pass as their gradients come.
+        weighty = {i for i, bucket in enumerate(self.buckets) if bucket.weights.host}
+        slow = self.sizes.keys() - self.staying.keys() - weighty
         visits = [
             Visit(
                 ready_ms=max(ready_ms[index] for index in bucket.indices),
                 rank=min(ranks[index] for index in bucket.indices),
-                cost_ms=bucket.n_bytes * ms_per_byte if i in travelling else 0,
+                cost_ms=bucket.n_bytes * ms_per_byte if i in slow else 0,
             )
             for i, bucket in enumerate(self.buckets)
         ]
@@ -173,6 +210,7 @@ class Ring:
         Raises:
             torch.OutOfMemoryError: not enough device memory.
         """
+        self.complete()
         order, done = list(order), self._head
         assert order[:done] == self.order[:done], "what has passed keeps its place"
         wanted = frozenset(staying)
@@ -234,17 +272,52 @@ class Ring:
         return self._head > 0
 
     def run(self, work: Work, start: Event | None = None) -> None:
-        """Enqueue every bucket whose gradients are ready, in order, without waiting. With
-        ``start``, which updates wait for already, all gradients are ready: enqueue the rest,
-        without buckets that have none, and end the iteration."""
-        waited = {start}  # updates wait for it, on one stream
+        """Enqueue buckets in order, as :meth:`advance` does, up to the first without its gradients.
+        With ``start``, all gradients are ready after it: enqueue the rest, without buckets that
+        have none, and end the iteration."""
+        self._work, self._start = work, start
         if self.gradients is not None:
             buckets = (self.buckets[index].bucket for index in self.order[self._head :])
             self.gradients.begin(buckets, work, self.link.update)
+        self._enqueue(0)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether an iteration that has begun may have buckets that are not enqueued."""
+        return self._work is not None
+
+    def advance(self, least: int = 0) -> None:
+        """Enqueue the buckets whose gradients are there: those before the position ``least``, and
+        as many as :data:`AHEAD` allows. A failure ends the iteration."""
+        if self._work is None:
+            return
+        self._enqueue(least)
+        if not self.is_pending:
+            self.prefetch()
+
+    def _enqueue(self, least: int) -> None:
+        assert self._work is not None
+        assert not self.is_busy
+        self.is_busy = True
+        try:
+            self._advance(self._work, least)
+        except BaseException:
+            self._work = None
+            raise
+        finally:
+            self.is_busy = False
+
+    def complete(self) -> None:
+        """Enqueue every bucket whose gradients are there."""
+        self.advance(len(self.order))
+
+    def _advance(self, work: Work, least: int) -> None:
         while self._head < len(self.order):
+            if self._head >= least and not self._may_enqueue():
+                return
             bucket = self.buckets[self.order[self._head]]
             self.prefetch()
-            if start is None and any(work.ready[index] is None for index in bucket.indices):
+            if self._start is None and any(work.ready[index] is None for index in bucket.indices):
                 return
             gradients = work.of(bucket.bucket.slices)
             if all(gradient is None for gradient in gradients):
@@ -255,16 +328,28 @@ class Ring:
                 continue
             for index in bucket.indices:
                 event = work.ready[index]
-                if event is not None and event not in waited:
-                    waited.add(event)
+                if event is not None and event not in self._waited:
+                    self._waited.add(event)
                     self.link.update.wait(event)
             self._step(bucket, gradients, work)
-        if start is not None:
+        if self._start is not None:
             self._end()
+
+    def _may_enqueue(self) -> bool:
+        if self.overlap == "step":  # nothing else is to be enqueued meanwhile
+            return True
+        while self._waiting and self._waiting[0].query():
+            self._waiting.popleft()
+        return len(self._waiting) < AHEAD
+
+    def has_passed(self, buckets: Sequence[int]) -> bool:
+        """Whether this iteration has nothing to enqueue of them."""
+        return self._work is None or all(self._positions[i] < self._head for i in buckets)
 
     def updated(self, buckets: Sequence[int]) -> Event | None:
         """Return the event after which all of ``buckets`` are updated (one stream, so the last
-        one's); None if the last :meth:`run` skipped all of them."""
+        one's); None if the last :meth:`run` skipped all of them. Enqueue them first."""
+        self.advance(1 + max(map(self._positions.__getitem__, buckets), default=-1))
         stepped = [index for index in buckets if self.buckets[index].updated is not None]
         last = max(stepped, key=self._positions.__getitem__, default=None)
         return None if last is None else self.buckets[last].updated
@@ -280,6 +365,9 @@ class Ring:
         blocks = self.buckets[index].blocks
         if slot is not None:
             after = [self._free[slot]]
+            if self.buckets[index].is_gathered:
+                blocks = blocks[:1]
+                self.buckets[index].weights.forget()
         else:
             blocks = [block for block in blocks if block.residence is Residence.HOST]
             after = [block.stored for block in blocks]
@@ -289,9 +377,18 @@ class Ring:
 
     def _step(self, bucket: RingBucket, gradients: list[Tensor | None], work: Work) -> None:
         slot, update, slots = self._use.slots[self._head], self.link.update, self.gradients
-        for event in dict.fromkeys(map(self._ready, bucket.blocks)):
-            if event is not None:
+        weights = self.find_weights() if bucket.weights.host else None
+        waited = None
+        for block in bucket.blocks:
+            if block is bucket.weights and weights is not None:
+                bucket.is_gathered = weights.has(block)
+                if bucket.is_gathered and block.residence is Residence.HOST:
+                    weights.lend(block, update)
+                    continue
+            event = self._ready(block)
+            if event is not None and event is not waited:
                 update.wait(event)
+                waited = event
         with (
             span("update"),
             contextlib.nullcontext(gradients)
@@ -299,7 +396,11 @@ class Ring:
             else slots.lending(bucket.bucket, gradients, work, update) as lent,
         ):
             update.launch(bucket.update.run, lent, work.snapshot)
+        filled = () if weights is None else weights.bring(bucket.weights, update)
         bucket.updated = update.record()
+        for each in filled:
+            each.free = each.arrived = bucket.updated
+        self._waiting.append(bucket.updated)
         for block in bucket.blocks:
             block.changed(bucket.updated)
         if leaving := bucket.blocks[slot is None :]:
@@ -313,7 +414,7 @@ class Ring:
         self._head += 1
 
     def _ready(self, block: Block) -> Event | None:
-        if block.residence is Residence.HOST:  # a weight that other code wrote after its fetch
+        if block.residence is Residence.HOST:  # written since its fetch, or in no slot of a gather
             self.link.fetch(block, after=(block.arrived,))
             self._fetched_bytes += block.n_bytes
         if block.residence is Residence.STORING:
@@ -326,9 +427,12 @@ class Ring:
         self.fetched_bytes, self._fetched_bytes = self._fetched_bytes, 0
         self._travelled = 0
         self._head = self._fetched = 0
+        self._work = self._start = None
+        self._waited = set()
 
     def flush(self) -> None:
         """Store the state of buckets that stay to the arena, and wait for it."""
+        self.complete()
         self._write_back(list(self.staying))
 
     def _write_back(self, indices: Sequence[int]) -> None:
@@ -357,16 +461,19 @@ class Ring:
 
     def abort(self) -> None:
         """Drop a running iteration, because all state and weights will be overwritten."""
+        self._work, self._start, self._waited = None, None, set()
         self._forget()
         self._head = self._fetched = self._moved_bytes = self._fetched_bytes = 0
         self._marks, self._travelled = [], 0
 
     def synchronize(self) -> None:
         """Block until updates have run, and moving state is back in the arena."""
+        self.complete()
         self.link.finish_stores()
 
     def close(self) -> None:
         """Release all memory; no other call may follow."""
+        self._work = None
         for bucket in self.buckets:  # weights may outlive the ring
             bucket.weights.forget()
             bucket.weights.place(())
@@ -374,4 +481,5 @@ class Ring:
 
     def finish_transfers(self) -> None:
         """Block until nothing reads or writes the arena and the slots."""
+        self.complete()
         self.link.synchronize()

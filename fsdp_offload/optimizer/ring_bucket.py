@@ -53,6 +53,8 @@ class RingBucket:
         self._make_update: Callable[..., BucketUpdate] | None = functools.partial(
             BucketUpdate, optimizer, bucket, params, scratch=scratch
         )
+        self.is_gathered = False
+        """Whether its weights were in slots of gathers at its last update: they need no fetch."""
         self.updated: Event | None = None
         """After it, the last iteration has updated the shards; None: it skipped them."""
         if arena is not None:

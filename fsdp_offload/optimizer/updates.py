@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -137,7 +138,7 @@ class Updates:
             start = current.record()
             work.ready = [start if event is None else event for event in work.ready]
             if self.weights is not None:
-                self.weights.exchange_written()
+                self.weights.begin_step()
             engine.run(work, start)
             if self.weights is not None:
                 self.weights.passed_step()
@@ -292,12 +293,13 @@ class Updates:
             self._attach()
 
     def _attach(self) -> None:
-        gradients = self.gradients
-        self.reserved.engine.ring.gradients = None if gradients is None else gradients.slots
+        gradients, ring = self.gradients, self.reserved.engine.ring
+        ring.gradients = None if gradients is None else gradients.slots
         if self.overlap is not None:
             self.overlap.attach(self.reserved.params, self.reserved.engine)
         if self.weights is not None:
-            self.weights.attach(self.reserved.params, self.reserved.engine.ring.buckets)
+            ring.find_weights = weakref.ref(self.weights)
+            self.weights.attach(self.reserved.params, ring.buckets, self.overlap)
 
     def _follow_options(self) -> None:
         """Reserve state that options have come to need, such as SGD's momentum where a scheduler

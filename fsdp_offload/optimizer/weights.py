@@ -26,181 +26,40 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
-from ..core import dtensor
-from ..core import storage as storages
-from ..core.backend import TURN_BYTES, Backend, Event, Stream
+from ..core.backend import TURN_BYTES, Backend, Event, Stream, copy_all
 from ..core.config import OffloadConfig, align
 from ..core.errors import DeviceError, check_open
 from ..core.fsdp import Group, GroupShard
-from ..core.gated import GatedShard
 from ..core.storage import as_bytes
 from ..link import Block, HostPool, HostRange, Link, Residence, allocating
 from ..update.params import ParamState
+from .away import Away, age, stored
 from .ring_bucket import RingBucket
+from .weight_slots import KEPT, STEP, Slot, WeightSlots, slot_count
 
-SLOTS: Final = 3
-"""One that is read, and two that are fetched meanwhile."""
-STEP: Final = -1
-"""Stands for a step among the indices of groups."""
 _ALIGNMENT: Final = 256
 """Bytes, of each shard in host memory and in a slot."""
 _WHAT: Final = "weights", "call fully_shard of smaller modules"
 
 
-class Away:
-    """One shard in host memory; the :class:`.Keeper` of what stands for it."""
+class LateUpdates(Protocol):
+    """Updates that are enqueued as there is room for them: see :class:`.Overlap`."""
 
-    def __init__(
-        self, weights: Weights, index: int, held: GroupShard, host: Tensor, views: list[Tensor]
-    ) -> None:
-        shard = dtensor.with_history(held.parameter)
-        self.index, self.held, self._weights = index, held, weights
-        self.host = host  # padded, 1-D, of the shard's dtype
-        self._values = host[: shard.numel()].view(shard.shape)
-        self._views = views  # of each slot
-        self.blocks: list[Block] = []  # by which updates read and write host memory
-        self.past = 0  # stores of blocks before
-        self.kept: Tensor | None = None  # a copy that has been, or may be, written into
-        self._age = 0  # of the shard, when the copy was fetched
-        self._version = 0  # of a copy that has not been
-        self._arrived: Event | None = None
-        self._nothing = held.padded.new_empty(0, device=weights.backend.device)
-        self._end: Callable[[], None] | None = None
+    # Let those of a group be enqueued; None: all.
+    def enqueue(self, index: int | None = None) -> None: ...
 
-    def lend(self, slot: int | None) -> None:
-        """Let FSDP2 gather from this slot; None: from none."""
-        self.held.padded = self._nothing if slot is None else self._views[slot]
-
-    def leave(self) -> None:
-        """Let a stand-in take the place of the shard, which is in host memory by now."""
-        parameter = self.held.parameter
-        dtensor.put(parameter, GatedShard(dtensor.with_history(parameter), keeper=self))
-        self.lend(None)
-        self._end = self.held.lend(self._adopts)
-
-    def _adopts(self, parameter: Tensor) -> bool:
-        """Take the values of what FSDP2 finds in the module; False: it keeps them itself."""
-        weights, shard = self._weights, dtensor.with_history(parameter)
-        with weights.turn():
-            if type(shard) is GatedShard:
-                weights.flush(self.index)
-                return True
-            looks = (shard.shape, shard.dtype, shard.device)
-            expected = (self._values.shape, self.host.dtype, weights.backend.device)
-            if type(shard) is not Tensor or looks != expected or not shard.is_contiguous():
-                self._stay()
-                return False
-            self.kept = None  # older than what was assigned
-            weights.replace(self, shard.detach())
-            dtensor.put(parameter, GatedShard(shard, keeper=self))
-            return True
-
-    def _stay(self) -> None:
-        self._weights.evict(self.index)
-        self._weights.away[self.index].remove(self)
-        self._weights.trained.pop(self.held.parameter, None)
-        if self._end is not None:
-            self._end()
-        self._end = self.kept = None
-
-    @property
-    def shard(self) -> Tensor:
-        """The values in host memory, 1-D."""
-        return self._values.view(-1)
-
-    def flush(self) -> None:
-        """Let host memory have what was written into a copy, or the copy what updates wrote since
-        into host memory. Neither while a phase has the copy's memory: it is as it was then."""
-        if (kept := self.kept) is not None and not storages.is_empty(kept):
-            if self._age != age([self]):
-                self._fill(kept)
-            else:
-                self._weights.replace(self, kept.detach())
-            if not storages.is_shared(kept):
-                self.kept = None
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _fill(self, copy: Tensor) -> None:
-        """Fetch the values; the current stream waits for them."""
-        self._arrived = self._weights.fetch(self, self._values, copy)
-        if self._arrived is not None:
-            self._weights.backend.current_stream().wait(self._arrived)
-        self._age, self._version = age([self]), copy._version
-
-    # ------------------------------------------------------------------ Keeper
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def take(self) -> Tensor:
-        """See :class:`.Keeper`."""
-        weights = self._weights
-        with weights.turn():
-            copy = self.kept
-            if copy is None:
-                copy = torch.empty_like(self._values, device=weights.backend.device)
-            if copy is not self.kept or self._age != age([self]):
-                self._fill(copy)
-            elif self._arrived is not None:
-                weights.backend.current_stream().wait(self._arrived)
-            return copy
-
-    def used(self, shard: Tensor, *, is_shared: bool) -> None:
-        """See :class:`.Keeper`."""
-        if is_shared or shard._version != self._version:
-            self.kept = shard
-
-    def local(self) -> Tensor:
-        """See :class:`.Keeper`."""
-        with self._weights.turn():
-            self.flush()
-            if self.kept is not None:  # what has the same memory sees what is written now
-                return self.take()
-            self._weights.catch_up(self)
-            return self._values
-
-    def bring_back(self) -> None:
-        """See :class:`.Keeper`."""
-        self._weights.bring_back([self])
-
-    def come_back(self, memory: Tensor) -> Event | None:
-        """Have this device memory for good, with the values after this event."""
-        with torch.inference_mode(False):
-            self.flush()
-            padded = memory.view(self.host.dtype)
-            arrived = self._weights.fetch(self, self.host, padded)
-            self._stay()
-            self.held.padded = padded
-            shard = padded[: self._values.numel()].view(self._values.shape)
-            dtensor.put(self.held.parameter, shard)
-        return arrived
+    # Whether some of a group are not.
+    def is_pending(self, index: int) -> bool: ...
 
 
-def stored(shards: Iterable[Away]) -> Iterable[Event | None]:
-    """The events after which host memory has what updates so far have made of shards."""
-    return dict.fromkeys(block.stored for each in shards for block in each.blocks)
-
-
-def age(shards: Iterable[Away]) -> int:
-    """A number that grows with each update of one of the shards."""
-    return sum(each.past + sum(block.stores for block in each.blocks) for each in shards)
-
-
-class Slot:
-    """Device memory for one group at a time."""
-
-    def __init__(self, number: int, memory: Tensor) -> None:
-        self.number, self.memory = number, memory
-        self.arrived: Event  # after it, the memory may be read
-        self.age = 0  # of the group, when it was fetched
-        self.free: Event | None = None  # after it, the memory may be written into
-        self.blocks: list[Block] = []  # one per group
+def _find_none() -> None:
+    """No updates are late."""
 
 
 class Weights:
@@ -232,17 +91,17 @@ class Weights:
         self._link = Link(backend, "weights", turn_bytes=TURN_BYTES)
         self._pool = HostPool("HybridDeviceOptimizer: weights", backend, config.transfer)
         sizes = [sum(map(padded_bytes, shards)) for shards in chosen]
-        self._held: dict[int, Slot] = {}  # by group; the one that was fetched first comes first
-        self._follows: dict[tuple[int, int], int] = {}  # gathers: which came after which two
-        self._last = (-1, -1)
+        self._find_updates: Callable[[], LateUpdates | None] = _find_none
+        self._parts: dict[Block, list[tuple[Away, int, int]]] = {}  # elements of what is in a block
         arena = self._pool.take(sum(sizes))
         try:
-            count = min(SLOTS, sum(map(bool, sizes)))
+            count = min(slot_count(config.overlap), sum(map(bool, sizes)))
             with allocating(count * max(sizes), *_WHAT):
-                self._free = [Slot(n, backend.allocate(max(sizes))) for n in range(count)]
+                slots = [Slot(n, backend.allocate(max(sizes))) for n in range(count)]
         except BaseException:
             self._pool.close()
             raise
+        self.slots = WeightSlots(slots, KEPT if config.overlap == "backward" else 0)
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         self.away = [self._cut(i, chosen[i], arena, start) for i, start in enumerate(starts)]
         found = {each.held.parameter: each for group in self.away for each in group}
@@ -268,10 +127,10 @@ class Weights:
         for held in shards:
             padded = held.padded
             host = arena.tensor(start + at, padded.numel(), padded.dtype)
-            views = [s.memory[at : at + padded.nbytes].view(padded.dtype) for s in self._free]
+            views = [s.memory[at : at + padded.nbytes].view(padded.dtype) for s in self.slots.all]
             away.append(Away(self, index, held, host, views))
             at += padded_bytes(held)
-        for slot in self._free:
+        for slot in self.slots.all:
             slot.blocks.append(Block([arena.tensor(start, at, torch.uint8)], [slot.memory[:at]]))
             slot.blocks[index].turns(TURN_BYTES)
         return away
@@ -281,35 +140,63 @@ class Weights:
         """Of weights that are in host memory."""
         return sum(each.host.nbytes for group in self.away for each in group)
 
-    def attach(self, params: Sequence[ParamState], buckets: Sequence[RingBucket]) -> None:
-        """Know what updates them, whenever that has changed."""
+    def attach(
+        self,
+        params: Sequence[ParamState],
+        buckets: Sequence[RingBucket],
+        updates: LateUpdates | None,
+    ) -> None:
+        """Know what updates them, whenever that has changed, and ``updates`` that may be late."""
+        self._find_updates = _find_none if updates is None else weakref.ref(updates)
+        self._parts = {}
         for away in self.trained.values():
             away.past, away.blocks = age([away]), []
         for bucket in buckets:
-            for index in bucket.indices:
-                if (found := self.trained.get(params[index].parameter)) is not None:
-                    found.blocks.append(bucket.weights)
+            slices = ((params[s.spec.index].parameter, s) for s in bucket.bucket.slices)
+            known = ((self.trained.get(parameter), s) for parameter, s in slices)
+            found = [(each, s.start, s.stop) for each, s in known if each is not None]
+            if found:
+                self._parts[bucket.weights] = found
+            for away in dict.fromkeys(each for each, _, _ in found):
+                away.blocks.append(bucket.weights)
 
     def exchange_written(self) -> None:
         """Before and after updates: exchange with host memory what the caller has written, and what
         code that holds a view of a copy is to see."""
-        with self.turn():
-            for away in self.trained.values():
-                away.flush()
+        kept = [away for away in self.trained.values() if away.kept is not None]
+        if kept:  # a turn enqueues all updates
+            with self.turn():
+                for away in kept:
+                    away.flush()
 
     @property
     def slot_bytes(self) -> int:
         """Device memory of the slots."""
-        return sum(slot.memory.nbytes for slot in (*self._free, *self._held.values()))
+        return sum(slot.memory.nbytes for slot in self.slots.all)
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Inside, no other thread moves weights.
+        """Inside, no other thread moves weights, and all of their updates are under way.
 
         Raises:
             ClosedError: in a forked process, which has not got their memory.
+            DeviceError: in a CUDA graph capture.
         """
+        with self._turn(None):
+            yield
+
+    @contextlib.contextmanager
+    def _turn(self, index: int | None) -> Iterator[None]:
+        """:meth:`turn`, for updates of one group."""
         check_open("a weight in host memory", self._pid, is_closed=False)
+        if self.backend.is_capturing():
+            raise DeviceError(
+                "a weight in host memory, in a CUDA graph capture",
+                reason="a replay would not fetch it",
+                remedy='capture nothing, or use offload="state"',
+            )
+        if (updates := self._find_updates()) is not None:
+            updates.enqueue(index)
         with self._lock:
             yield
 
@@ -323,7 +210,7 @@ class Weights:
 
     def catch_up(self, away: Away) -> None:
         """Let host memory have its values of now, and be written into; blocks until it may."""
-        self.evict(away.index)
+        self.slots.evict(away.index)
         self._link.synchronize()  # a fetch may read what is written now
         for event in stored([away]):
             if event is not None:
@@ -352,68 +239,115 @@ class Weights:
         if not away:  # they were given back
             yield
             return
-        if self.backend.is_capturing():
-            raise DeviceError(
-                "a forward or a backward inside a CUDA graph capture",
-                reason="its weights are in host memory, and a replay would not fetch them",
-                remedy='capture nothing, or use offload="state"',
-            )
-        with self.turn():
+        with self._turn(index):
             self.flush(index)
-            slot = self._held[index] if self._is_there(index) else self._fetch(index, ())
+            slots = self.slots
+            is_there = self._is_there(index)
+            slot = slots.held[index] if is_there else self._fetch(index, slots.force(index))
             stream.wait(slot.arrived)
             for each in away:
                 each.lend(slot.number)
+            slots.lent.add(index)
             try:
                 yield
             finally:
+                slots.lent.discard(index)
                 for each in away:
                     each.lend(None)
                 slot.free = stream.record()
-            self._fetch_ahead(index)
+            slots.passed(index)
+            self._fetch_ahead()
 
     def _is_there(self, index: int) -> bool:
         """Whether a slot has the group as it is now; an older one is forgotten."""
-        slot = self._held.get(index)
-        if slot is not None and slot.age != age(self.away[index]):
-            self.evict(index)
-        return index in self._held
+        if not self._is_current(index):
+            self.slots.evict(index)
+        return index in self.slots.held
 
-    def _fetch(self, index: int, wanted: Collection[int]) -> Slot:
-        """Into a free slot, or else that of a group which was fetched first and is not wanted."""
-        if not self._free:
-            self.evict(next(other for other in self._held if other not in wanted))
-        slot = self._held[index] = self._free.pop()
+    def _fetch(self, index: int, slot: Slot) -> Slot:
         block = slot.blocks[index]
         block.forget()
         slot.age, after = age(self.away[index]), stored(self.away[index])
         slot.free = slot.arrived = self._link.fetch(block, after=[slot.free, *after])
         return slot
 
+    def begin_step(self) -> None:
+        """Updates come next."""
+        self.exchange_written()
+        self.slots.passed(STEP)
+
     def passed_step(self) -> None:
         """Updates are under way: fetch what is gathered next, after them."""
         self.exchange_written()
-        with self.turn():
-            self._fetch_ahead(STEP)
+        with self._lock:
+            self._fetch_ahead()
 
-    def _fetch_ahead(self, index: int) -> None:
-        self._follows[self._last] = index
-        before = self._last = (self._last[1], index)
-        wanted = dict[int, None]()
-        for _ in range(len(self._free) + len(self._held)):
-            if (following := self._follows.get(before, STEP)) == STEP:
-                break
-            wanted[following] = None
-            before = (before[1], following)
+    def _fetch_ahead(self) -> None:
+        wanted, updates = self.slots.following(), self._find_updates()
         for each in wanted:
-            if not self._is_there(each) and self.away[each]:
+            if updates is not None and updates.is_pending(each):
+                continue  # its updates bring it along
+            if self.away[each] and not self._is_there(each):
                 self.flush(each)
-                self._fetch(each, wanted)
+                if (slot := self.slots.take(each, wanted)) is not None:
+                    self._fetch(each, slot)
 
-    def evict(self, index: int) -> None:
-        """Forget what a slot has of a group: its memory is needed, or host memory has changed."""
-        if (slot := self._held.pop(index, None)) is not None:
-            self._free.append(slot)
+    def _slices_of(self, block: Block) -> dict[int, list[tuple[Away, int, int, Tensor]]]:
+        """By group, which elements of which shards a block has, and where on the device."""
+        parts: dict[int, list[tuple[Away, int, int, Tensor]]] = {}
+        for part, device in zip(self._parts.get(block, ()), block.device, strict=True):
+            parts.setdefault(part[0].index, []).append((*part, device))
+        return parts
+
+    def has(self, block: Block) -> bool:
+        """Whether slots have all weights of a block as they are now."""
+        with self._lock:
+            return all(self._is_current(away.index) for away, _, _ in self._parts.get(block, ()))
+
+    def _is_current(self, index: int) -> bool:
+        slot = self.slots.held.get(index)
+        return slot is not None and not slot.missing and slot.age == age(self.away[index])
+
+    def lend(self, block: Block, update: Stream) -> None:
+        """Copy these weights on ``update`` to the block's device memory; :meth:`bring` follows."""
+        with self._lock:
+            for index, parts in self._slices_of(block).items():
+                slot = self.slots.held[index]
+                update.wait(slot.arrived)
+                views = [away.view(slot, start, stop) for away, start, stop, _ in parts]
+                update.launch(copy_all, [device for *_, device in parts], views)
+
+    def bring(self, block: Block, update: Stream) -> Sequence[Slot]:
+        """An update has changed weights on the device, and a store is next: copy them on ``update``
+        into slots that have the rest of their group, or get it likewise before its gather. Slots
+        may be read after what ``update`` records next."""
+        slots = list[Slot]()
+        with self._lock:
+            for index, parts in self._slices_of(block).items():
+                if (slot := self._open_slot(index)) is None:
+                    continue
+                now, count = age(self.away[index]), len({id(away) for away, *_ in parts})
+                if slot.age != now and not slot.missing:
+                    continue
+                slot.age = now + count
+                slot.missing.discard(block)
+                if slot.free is not None:  # else it is new: older than the gradients
+                    update.wait(slot.free)
+                views = [away.view(slot, start, stop) for away, start, stop, _ in parts]
+                update.launch(copy_all, views, [device for *_, device in parts])
+                slots.append(slot)
+        return slots
+
+    def _open_slot(self, index: int) -> Slot | None:
+        """Where the group is, or is brought together."""
+        slot, wanted = self.slots.held.get(index), self.slots.following()
+        if slot is not None or index not in wanted:
+            return slot
+        blocks = [each.blocks for each in self.away[index]]
+        if not all(blocks) or (slot := self.slots.take(index, wanted)) is None:
+            return None
+        slot.missing.update(*blocks)
+        return slot
 
     def flush(self, index: int) -> None:
         """Let host memory have what was written into copies of a group's shards."""
@@ -443,7 +377,7 @@ class Weights:
         with self.turn():
             self.bring_back([each for group in self.away for each in group])
             self._link.synchronize()
-            self._held, self._free = {}, []
+            self.slots.clear()
             self._pool.close()
 
 

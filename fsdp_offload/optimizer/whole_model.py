@@ -19,7 +19,8 @@ from ..plan.residency import LEAST_SLOTS, bytes_for_weights, choose_travelling, 
 from ..update.params import ParamState
 from ..update.schema import has_schema, works_on_matrices
 from .host_gradients import HostGradients
-from .weights import SLOTS, Weights, padded_bytes
+from .weight_slots import slot_count
+from .weights import Weights, padded_bytes
 
 _log = logging.getLogger("fsdp_offload")
 
@@ -94,7 +95,7 @@ def keep_on_host(
         gradient_bytes=sum(dtensor.with_history(p).nbytes for p in trained),
         ring_bytes=LEAST_SLOTS * config.bucket_bytes if trained else 0,
     )
-    travelling = choose_travelling(sizes, allowed, SLOTS)
+    travelling = choose_travelling(sizes, allowed, slot_count(config.overlap))
     chosen = [shards if i in travelling else [] for i, shards in enumerate(movable)]
     if not any(chosen):
         _log.info('offload="all": no weights leave the device')

@@ -43,7 +43,7 @@ from fsdp_offload.core.devices import CpuBackend
 from fsdp_offload.core.fsdp import Group, fsdp_groups
 from fsdp_offload.core.gated import keeper_of
 from fsdp_offload.link import held_bytes
-from fsdp_offload.optimizer import weights as weights_module
+from fsdp_offload.optimizer import weight_slots
 from tests.fsdp import models
 from tests.fsdp.models import Ranks, check, check_same
 from tests.fsdp.test_gated import READERS, as_parts
@@ -212,7 +212,7 @@ def train_both(
     """The plain twin in fp32, else the one with ``offload="state"``."""
     overlap, stay_bytes = how.pop("overlap", None), how.pop("stay_bytes", 0)
     memory, all_leave = how.pop("memory", 0), "memory" not in how
-    with mock.patch.object(weights_module, "SLOTS", slots):
+    with mock.patch.object(weight_slots, "SLOTS", slots):
         plain, mine = (build(size, dtype=dtype, **how) for _ in range(2))
         reference: Any = adamw(plain)
         if dtype != FP32:

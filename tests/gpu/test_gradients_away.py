@@ -83,7 +83,7 @@ def train(model: Any, optimizer: HybridDeviceOptimizer, late: str, what: str) ->
             seen.append(loss.detach())
         hold_up(optimizer, late)
         if what == "unscale":
-            found = torch.zeros(1, device="cuda")
+            found = torch.zeros((), device="cuda")
             scaler, factor = torch.amp.GradScaler("cuda"), torch.tensor(0.3, device="cuda")
             scaler._unscale_grads_(optimizer, factor, found, True)
             seen.append(found)

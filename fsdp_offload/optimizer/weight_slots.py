@@ -1,0 +1,108 @@
+"""Device memory for weights that live in host memory: which groups are there, and which come next.
+
+Slots are a cache: a group that is needed takes a free one, or that of the group which was fetched
+first. What follows is looked up by the last *two* gathers, which tells a forward from a backward. A
+wrong guess costs a transfer. A step counts as a gather, because it changes most groups.
+
+With updates in backward, the groups that were gathered last keep their slots: their updates read
+the weights there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Final
+
+from torch import Tensor
+
+from ..core.backend import Event
+from ..link import Block
+
+SLOTS: Final = 3
+"""One that is read, and two that are fetched meanwhile."""
+KEPT: Final = 2
+"""Groups that keep their slots in backward: the one whose gradients are computed, and the one that
+FSDP2 gathers meanwhile."""
+STEP: Final = -1
+"""Stands for a step among the indices of groups."""
+
+
+def slot_count(overlap: str | None) -> int:
+    """Return how many slots a model with many groups uses."""
+    return SLOTS + 1 if overlap == "backward" else SLOTS
+
+
+class Slot:
+    """Device memory for one group at a time."""
+
+    def __init__(self, number: int, memory: Tensor) -> None:
+        self.number, self.memory = number, memory
+        self.arrived: Event  # after it, the memory may be read
+        self.missing = set[Block]()  # updates bring them, before the group is there
+        self.age = 0  # of the group, when it was fetched or brought
+        self.free: Event | None = None  # after it, the memory may be written into
+        self.blocks: list[Block] = []  # one per group
+
+
+class WeightSlots:
+    """Which group has which slot.
+
+    Args:
+        slots: all of them.
+        kept: how many groups that were gathered last keep theirs.
+    """
+
+    def __init__(self, slots: Sequence[Slot], kept: int) -> None:
+        self.all, self._kept = list(slots), kept
+        self._free = list(slots)
+        self.held: dict[int, Slot] = {}
+        """By group; the one that was fetched first comes first."""
+        self.lent = set[int]()
+        """Groups that FSDP2 gathers now."""
+        self._follows: dict[tuple[int, int], int] = {}  # gathers: which came after which two
+        self._last = (STEP, STEP)
+
+    def passed(self, index: int) -> None:
+        """Note a gather, or a step."""
+        self._follows[self._last] = index
+        self._last = (self._last[1], index)
+
+    def following(self) -> dict[int, None]:
+        """Return the groups that are gathered next, as many as have slots, up to a step."""
+        before, found = self._last, dict[int, None]()
+        for _ in range(max(len(self.all) - self._kept, 1)):
+            if (index := self._follows.get(before, STEP)) == STEP:
+                break
+            found[index] = None
+            before = (before[1], index)
+        return found
+
+    def take(self, index: int, wanted: Collection[int]) -> Slot | None:
+        """Give the group a free slot, or that of the group which was fetched first among those that
+        are neither wanted nor used; None if there is none."""
+        if not self._free:
+            used = {*wanted, *self.lent, *(self._last if self._kept else ())}
+            other = next((each for each in self.held if each not in used), None)
+            if other is None:
+                return None
+            self.evict(other)
+        slot = self.held[index] = self._free.pop()
+        slot.missing.clear()
+        return slot
+
+    def force(self, index: int) -> Slot:
+        """:meth:`take`, for a gather that begins: another group loses its slot if need be."""
+        if (slot := self.take(index, ())) is None:
+            self.evict(next(each for each in self.held if each not in self.lent))
+            slot = self.take(index, ())
+        assert slot is not None
+        return slot
+
+    def evict(self, index: int) -> None:
+        """Forget a group: its slot is needed, or host memory has changed."""
+        if (slot := self.held.pop(index, None)) is not None:
+            self._free.append(slot)
+
+    def clear(self) -> None:
+        """Release all memory."""
+        self.all, self._free, self.held = [], [], {}
