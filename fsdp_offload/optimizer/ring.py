@@ -62,7 +62,7 @@ class WeightSlot(Protocol):
     arrived: Event
 
 
-class WeightSlots(Protocol):
+class GatheredWeights(Protocol):
     """The slots of weights in host memory: see ``optimizer/weights.py``."""
 
     # Whether slots have all weights of a block as they are now.
@@ -96,7 +96,7 @@ class Ring:
         self._backend, self.overlap = backend, overlap
         self._use = SlotUse((), (0,))
         self.gradients: GradientSlots | None = None  # if gradients come from host memory
-        self.find_weights: Callable[[], WeightSlots | None] = lambda: None
+        self.find_weights: Callable[[], GatheredWeights | None] = lambda: None
         """Finds slots of weights in host memory, which outlive the ring."""
         self.link = Link(backend, "state", turn_bytes=None if overlap == "step" else TURN_BYTES)
         self._free: list[Event | None] = []  # per slot: event after its last store
