@@ -18,7 +18,7 @@ from ..link import Block
 from .weight_slots import Slot, WeightSlots
 
 
-class AllWeights(Protocol):
+class WeightOwner(Protocol):
     """All weights of a model that live in host memory: see :class:`.Weights`."""
 
     backend: Backend
@@ -38,7 +38,7 @@ class Away:
     """One shard in host memory; the :class:`.Keeper` of what stands for it."""
 
     def __init__(
-        self, weights: AllWeights, index: int, held: GroupShard, host: Tensor, views: list[Tensor]
+        self, weights: WeightOwner, index: int, held: GroupShard, host: Tensor, views: list[Tensor]
     ) -> None:
         shard = dtensor.with_history(held.parameter)
         self.index, self.held, self._weights = index, held, weights

@@ -25,7 +25,8 @@ authoritative state is on the device.
 
 Weights in host memory (``optimizer/weights.py``) move with the state of their bucket, after it in
 the slot. They are stored after each update, even in buckets that stay, because gathers read host
-memory. If other code writes a weight, it is fetched again before the update.
+memory. If other code writes a weight, it is fetched again before the update. Where a slot of a
+gather has the weight, the update reads it there, and puts the new one into the next gather's.
 """
 
 from __future__ import annotations
@@ -73,6 +74,10 @@ class GatheredWeights(Protocol):
 
     # Copy them back, once they are updated, to slots that may be read after what comes next.
     def bring(self, block: Block, update: Stream) -> Sequence[WeightSlot]: ...
+
+
+def _passed_at(bucket: RingBucket) -> int:
+    return bucket.passed_at
 
 
 class Ring:
@@ -351,8 +356,9 @@ class Ring:
         one's); None if the last :meth:`run` skipped all of them. Enqueue them first."""
         self.advance(1 + max(map(self._positions.__getitem__, buckets), default=-1))
         stepped = [index for index in buckets if self.buckets[index].updated is not None]
-        last = max(stepped, key=self._positions.__getitem__, default=None)
-        return None if last is None else self.buckets[last].updated
+        # The order may have changed since they were updated.
+        last = max((self.buckets[index] for index in stepped), key=_passed_at, default=None)
+        return None if last is None else last.updated
 
     def prefetch(self) -> None:
         """Fetch the next buckets while slots are free."""
@@ -397,7 +403,7 @@ class Ring:
         ):
             update.launch(bucket.update.run, lent, work.snapshot)
         filled = () if weights is None else weights.bring(bucket.weights, update)
-        bucket.updated = update.record()
+        bucket.updated, bucket.passed_at = update.record(), self._head
         for each in filled:
             each.free = each.arrived = bucket.updated
         self._waiting.append(bucket.updated)

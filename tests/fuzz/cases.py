@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from torch.optim import Optimizer
 
+from fsdp_offload.optimizer.ring import AHEAD
 from tests.helpers import own_optimizers as own
 from tests.helpers.optimizer_table import (
     ELEMENTWISE,
@@ -77,6 +78,7 @@ class Case:
     wrap: dict[str, Any]  # arguments of the wrapper, but the model and lanes
     transfer: dict[str, Any]
     slots: int = 4
+    ahead: int = AHEAD  # updates that the host enqueues before they must be
     gives_model: bool = True
     mastered: bool = True
     watched: bool = False  # state is read after every event
@@ -148,6 +150,7 @@ class Case:
             "gives_model": self.gives_model,
             "mastered": self.mastered,
             "watched": self.watched,
+            "ahead": self.ahead,
             "reshard": self.reshard,
             "half_compute": self.half_compute or None,
         }
@@ -222,7 +225,7 @@ def draw_case(seed: int, ranks: int = 1) -> Case:
     if sharded and case.gives_model and rng.random() < 0.7:
         wrap["offload"] = "all"
         wrap["device_memory"] = rng.choice((0, wrap["device_memory"]))
-    return case
+    return replace(case, ahead=rng.choice((0, AHEAD)))
 
 
 def _draw_class(rng: random.Random, sharded: bool) -> tuple[type[Optimizer], dict[str, Any], str]:

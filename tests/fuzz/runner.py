@@ -13,10 +13,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp_offload.optimizer import ring
 
 from .bits import Mismatch
 from .cases import Case
@@ -53,19 +56,20 @@ class Outcome:
 
 def run_case(case: Case, mesh: DeviceMesh, counts: Counter[str] | None = None) -> str | None:
     """Why the two sides differ, if they do, with the events until then; adds to ``counts``."""
-    pair = Pair(case, _folder(case), mesh if case.sharded else None)
-    lines, found = [str(case)], ""
-    for position, event in enumerate(case.events):
-        pair.log.clear()
-        found = _guarded(partial(happen, pair, event))
-        if not found:
-            state = case.watched or position == len(case.events) - 1
-            found = _guarded(partial(pair.compare, state=state))
-        found = _agree(found)
-        lines.append(f"  {position} {event.name}: {'; '.join(pair.log)}")
-        if found:
-            break
-    closed = _guarded(pair.close)
+    with mock.patch.object(ring, "AHEAD", case.ahead):
+        pair = Pair(case, _folder(case), mesh if case.sharded else None)
+        lines, found = [str(case)], ""
+        for position, event in enumerate(case.events):
+            pair.log.clear()
+            found = _guarded(partial(happen, pair, event))
+            if not found:
+                state = case.watched or position == len(case.events) - 1
+                found = _guarded(partial(pair.compare, state=state))
+            found = _agree(found)
+            lines.append(f"  {position} {event.name}: {'; '.join(pair.log)}")
+            if found:
+                break
+        closed = _guarded(pair.close)
     if counts is not None:
         counts.update(pair.counts)
     found = found or _agree(closed)

@@ -167,7 +167,7 @@ def _train_large(offload: str) -> tuple[list[float], int]:
         torch.cuda.set_per_process_memory_fraction((before + int(2.4 * 2**30)) / total)
     torch.cuda.reset_peak_memory_stats()
     try:
-        inner = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         optimizer = HybridDeviceOptimizer(inner, model, offload=offload, device_memory=0)
         losses = train(Loss(model), optimizer)
         peak = torch.cuda.max_memory_allocated()

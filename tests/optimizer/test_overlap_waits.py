@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 
 from fsdp_offload import TransferConfig
 from fsdp_offload.core.devices import CpuBackend, backend_for
+from fsdp_offload.optimizer import ring
+from fsdp_offload.optimizer.ring import AHEAD
 from tests.helpers.fake_fsdp import FakeFsdp, scale
 from tests.helpers.removed_waits import CPU, NOTHING, Removal, Simulator, Skip, use_few_slots
 from tests.helpers.simulator import ADVERSARIES, use_backend
@@ -54,6 +57,7 @@ class Scenario:
     writes_state: bool = False
     reorders: bool = False
     grows: bool = False
+    at_once: int = AHEAD  # updates that are enqueued before they must be
 
     def __str__(self) -> str:
         parts = [
@@ -64,6 +68,7 @@ class Scenario:
         parts += [f"{self.memory}bytes"]
         flags = ("one_rank", "ahead", "unused", "without", "clips", "accumulates")
         flags += ("writes_state", "reorders", "grows")
+        parts += [] if self.at_once == AHEAD else [f"{self.at_once}late"]
         return "-".join(parts + [flag for flag in flags if getattr(self, flag)])
 
 
@@ -79,6 +84,9 @@ FEW = [
     Scenario("forward", MIXED, BF16, unused=UNUSED, ahead=True),
     Scenario("backward", MIXED, unused=UNUSED, without=WITHOUT, one_rank=True),
     Scenario("backward", without=WITHOUT, writes_state=True, memory=60_000, grows=True),
+    Scenario("forward", MIXED, BF16, unused=UNUSED, without=WITHOUT, steps=5, at_once=0),
+    Scenario("forward", memory=30_000, ahead=True, reorders=True, accumulates=True, at_once=1),
+    Scenario("backward", MIXED, unused=UNUSED, without=WITHOUT, at_once=0),
 ]
 MORE = [
     Scenario(overlap, lanes, dtype, memory, **how)
@@ -183,7 +191,8 @@ class Job:
 
 
 def run(scene: Scenario, policy: str, skip: Skip = NOTHING) -> tuple[list[Tensor], Simulator]:
-    with Simulator(policy, skip) as simulator:
+    late = mock.patch.object(ring, "AHEAD", scene.at_once)
+    with late, Simulator(policy, skip) as simulator:
         return Job(scene, simulator, plain=False).train(), simulator
 
 
@@ -218,6 +227,9 @@ REMOVED = [
     # wait for an update that leaves it alone.
     Scenario("forward", ONE_ON_HOST, BF16, steps=2, unused=(frozenset({3}), frozenset[int]())),
     Scenario("backward", ONE_ON_HOST, steps=2, one_rank=True, unused=UNUSED[:2]),
+    Scenario("forward", steps=2, at_once=0),
+    Scenario("forward", ONE_ON_HOST, BF16, steps=2, at_once=1),
+    Scenario("backward", steps=2, clips=True, at_once=0),
 ]
 GATES = {("gather", "update"), ("gather", "host:in"), ("current", "update"),
          ("current", "host:in"), ("update", "reduce")}  # fmt: skip
