@@ -19,24 +19,26 @@ from torch.optim import Optimizer
 from tests.fsdp import models
 from tests.fsdp.models import Ranks, check
 
-LANES = ("streamed", "host", "resident")
+LANES: dict[str, Any] = {"update_on": ("streamed", "host", "resident")}
+AWAY: dict[str, Any] = {"offload": "all", "device_memory": 0}
+BOTH = pytest.mark.parametrize("how", [LANES, AWAY], ids=["lanes", "all"])
 
 
-def twins(**options: Any) -> list[tuple[models.Toy, Optimizer]]:
+def twins(how: dict[str, Any], **options: Any) -> list[tuple[models.Toy, Optimizer]]:
     """Equal models on two ranks: one with fused AdamW, one with the same optimizer wrapped."""
     made: list[tuple[models.Toy, Optimizer]] = []
     for wrapped in (False, True):
         model = models.toy(models.flat_mesh(2))
         optimizer: Optimizer = torch.optim.AdamW(models.groups(model), **{"fused": True, **options})
         if wrapped:
-            optimizer = models.wrap(optimizer, model, update_on=LANES)
+            optimizer = models.wrap(optimizer, model, **how)
         made.append((model, optimizer))
     return made
 
 
-def scale_losses(through_inner: bool) -> list[float]:
+def scale_losses(through_inner: bool, how: dict[str, Any]) -> list[float]:
     """Six scaled steps; at step 3 one element on rank 1 overflows. Returns the scales."""
-    pair = twins(fused=through_inner, foreach=None if through_inner else False)
+    pair = twins(how, fused=through_inner, foreach=None if through_inner else False)
     steppers = [optimizer for _, optimizer in pair]
     if through_inner:
         steppers[1] = steppers[1]._wrapped
@@ -62,11 +64,12 @@ def scale_losses(through_inner: bool) -> list[float]:
     return scales
 
 
+@BOTH
 @pytest.mark.parametrize("through_inner", [False, True])
 def test_grad_scaler_skips_the_step_on_all_ranks_after_an_overflow_on_one(
-    ranks: Ranks, through_inner: bool
+    ranks: Ranks, through_inner: bool, how: dict[str, Any]
 ) -> None:
-    results = ranks(2).run(scale_losses, through_inner)
+    results = ranks(2).run(scale_losses, through_inner, how)
 
     assert results[0] == results[1] == [64, 128, 64, 64, 128, 128]
 
@@ -103,11 +106,11 @@ def no_collectives() -> Iterator[None]:
             raise CollectiveIssued(f"operators: {dict(counts)}")
 
 
-def use_silently(dtype: torch.dtype) -> None:
+def use_silently(dtype: torch.dtype, how: dict[str, Any]) -> None:
     model = models.toy(models.flat_mesh(2), dtype=dtype)
     inner = torch.optim.AdamW(models.groups(model), fused=True)
     with no_collectives():
-        wrapped = models.wrap(inner, model, update_on=LANES)
+        wrapped = models.wrap(inner, model, **how)
         wrapped.state_dict()
     for step in (1, 2):
         models.backward(model, step)
@@ -122,9 +125,12 @@ def use_silently(dtype: torch.dtype) -> None:
         wrapped.close()
 
 
+@BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_elementwise_optimizers_issue_no_collective(ranks: Ranks, dtype: torch.dtype) -> None:
-    ranks(2).run(use_silently, dtype)
+def test_elementwise_optimizers_issue_no_collective(
+    ranks: Ranks, dtype: torch.dtype, how: dict[str, Any]
+) -> None:
+    ranks(2).run(use_silently, dtype, how)
 
 
 def provoke() -> None:

@@ -10,11 +10,12 @@ from unittest import mock
 
 from fsdp_offload import HybridDeviceOptimizer
 from fsdp_offload.core.errors import OffloadError
-from fsdp_offload.optimizer import hybrid, lifecycle
+from fsdp_offload.optimizer import hybrid, lifecycle, weights
 from fsdp_offload.optimizer.lifecycle import Lifecycle
 from fsdp_offload.optimizer.masters import Masters
 from fsdp_offload.optimizer.reservation import Reservation
 from fsdp_offload.optimizer.ring import Ring
+from fsdp_offload.optimizer.weights import Away
 
 from .net import ModelError
 
@@ -86,6 +87,8 @@ PLANTS: Final[dict[str, tuple[object, str, Callable[[Call], Call]]]] = {
     "wrapped optimizer": (hybrid, "make_face", _nothing),
     "state that was fetched ahead is used after it was written": (Ring, "discard", _nothing),
     "masters do not follow weights before they are shown": (Masters, "follow_weights", _nothing),
+    "slots keep weights that were updated since": (weights, "age", lambda _: lambda _: 0),
+    "what is written into a copy of a weight is lost": (Away, "flush", _nothing),
 }
 """Whose function is replaced, and by what."""
 
