@@ -341,6 +341,8 @@ class Updates:
         """
         self.drain_quietly()
         self.reserved.engine.abort()
+        if self.weights is not None:
+            self.weights.slots.drop_incomplete()
         if self.overlap is not None:
             self.overlap.give_up()
         self.life.open()

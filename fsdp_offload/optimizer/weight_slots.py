@@ -103,6 +103,11 @@ class WeightSlots:
         if (slot := self.held.pop(index, None)) is not None:
             self._free.append(slot)
 
+    def drop_incomplete(self) -> None:
+        """Forget groups that no more updates will complete."""
+        for index in [index for index, slot in self.held.items() if slot.missing]:
+            self.evict(index)
+
     def clear(self) -> None:
         """Release all memory."""
         self.all, self._free, self.held = [], [], {}
