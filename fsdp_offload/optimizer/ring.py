@@ -32,13 +32,13 @@ gather has the weight, the update reads it there, and puts the new one into the 
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from torch import Tensor
 
-from ..core.backend import TURN_BYTES, Backend, Event, Stream, TimedEvent
+from ..core.backend import TURN_BYTES, Backend, Event, TimedEvent
 from ..core.storage import span
 from ..link import Block, Link, Residence
 from ..plan.order import SlotUse, Visit, deadline_order, fetched_first, slot_use
@@ -46,6 +46,7 @@ from ..plan.residency import AWAY_STEPS, choose, spread
 from ..update.params import Work
 from .gradient_slots import GradientSlots
 from .ring_bucket import RingBucket
+from .weight_slots import GatheredWeights
 
 AHEAD: Final = 48
 """Buckets whose updates may wait in the device's queues. A queue holds about 1,000 commands. The
@@ -54,26 +55,6 @@ MARK_EVERY: Final = 8
 """Buckets between two timestamps."""
 Mark = tuple[int, TimedEvent]
 """Bytes of an iteration stored so far, and the time."""
-
-
-class WeightSlot(Protocol):
-    """Device memory of weights in host memory."""
-
-    free: Event | None
-    arrived: Event
-
-
-class GatheredWeights(Protocol):
-    """The slots of weights in host memory: see ``optimizer/weights.py``."""
-
-    # Whether slots have all weights of a block as they are now.
-    def has(self, block: Block) -> bool: ...
-
-    # Copy them on ``update`` to its device memory.
-    def lend(self, block: Block, update: Stream) -> None: ...
-
-    # Copy them back, once they are updated, to slots that may be read after what comes next.
-    def bring(self, block: Block, update: Stream) -> Sequence[WeightSlot]: ...
 
 
 def _passed_at(bucket: RingBucket) -> int:
@@ -108,7 +89,9 @@ class Ring:
         self._work: Work | None = None  # of an iteration that may have buckets to enqueue
         self._start: Event | None = None  # see run()
         self._waited = set[Event]()  # events of gradients that updates of this iteration wait for
-        self._waiting = deque[Event]()  # ends of updates in the device's queues
+        self._waiting = deque[tuple[Event, RingBucket, int]]()  # updates in the device's queues
+        self._iteration = 0
+        self._unread: Counter[int] = Counter()  # per parameter, buckets that may read its gradient
         self.is_busy = False
         """Whether updates are being enqueued now."""
         self._head = 0  # next position to be updated
@@ -317,6 +300,9 @@ class Ring:
         self.advance(len(self.order))
 
     def _advance(self, work: Work, least: int) -> None:
+        if not self._head:
+            self._unread = Counter(i for bucket in self.buckets for i in bucket.indices)
+        self._release()
         while self._head < len(self.order):
             if self._head >= least and not self._may_enqueue():
                 return
@@ -343,9 +329,19 @@ class Ring:
     def _may_enqueue(self) -> bool:
         if self.overlap == "step":  # nothing else is to be enqueued meanwhile
             return True
-        while self._waiting and self._waiting[0].query():
-            self._waiting.popleft()
+        self._release()
         return len(self._waiting) < AHEAD
+
+    def _release(self) -> None:
+        """Forget updates that have run, and in backward their gradients."""
+        while self._waiting and self._waiting[0][0].query():
+            _, bucket, iteration = self._waiting.popleft()
+            if self._work is None or iteration != self._iteration or self.overlap != "backward":
+                continue
+            for index in bucket.indices:
+                self._unread[index] -= 1
+                if not self._unread[index]:
+                    self._work.release(index)
 
     def has_passed(self, buckets: Sequence[int]) -> bool:
         """Whether this iteration has nothing to enqueue of them."""
@@ -406,7 +402,7 @@ class Ring:
         bucket.updated, bucket.passed_at = update.record(), self._head
         for each in filled:
             each.free = each.arrived = bucket.updated
-        self._waiting.append(bucket.updated)
+        self._waiting.append((bucket.updated, bucket, self._iteration))
         for block in bucket.blocks:
             block.changed(bucket.updated)
         if leaving := bucket.blocks[slot is None :]:
@@ -435,6 +431,7 @@ class Ring:
         self._head = self._fetched = 0
         self._work = self._start = None
         self._waited = set()
+        self._iteration += 1
 
     def flush(self) -> None:
         """Store the state of buckets that stay to the arena, and wait for it."""
@@ -468,6 +465,7 @@ class Ring:
     def abort(self) -> None:
         """Drop a running iteration, because all state and weights will be overwritten."""
         self._work, self._start, self._waited = None, None, set()
+        self._iteration += 1
         self._forget()
         self._head = self._fetched = self._moved_bytes = self._fetched_bytes = 0
         self._marks, self._travelled = [], 0

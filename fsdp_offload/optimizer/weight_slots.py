@@ -11,11 +11,11 @@ the weights there.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from torch import Tensor
 
-from ..core.backend import Event
+from ..core.backend import Event, Stream
 from ..link import Block
 
 SLOTS: Final = 3
@@ -42,6 +42,19 @@ class Slot:
         self.age = 0  # of the group, when it was fetched or brought
         self.free: Event | None = None  # after it, the memory may be written into
         self.blocks: list[Block] = []  # one per group
+
+
+class GatheredWeights(Protocol):
+    """The slots of weights in host memory: see :class:`.Weights`."""
+
+    # Whether slots have all weights of a block as they are now.
+    def has(self, block: Block) -> bool: ...
+
+    # Copy them on ``update`` to its device memory.
+    def lend(self, block: Block, update: Stream) -> None: ...
+
+    # Copy them back, once they are updated, to slots that may be read after what comes next.
+    def bring(self, block: Block, update: Stream) -> Sequence[Slot]: ...
 
 
 class WeightSlots:

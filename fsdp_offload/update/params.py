@@ -254,6 +254,11 @@ class Work:
             gradient = gradient.place.host.view(-1)
         self.gradients[index] = gradient
 
+    def release(self, index: int) -> None:
+        """Forget the values of a gradient that nothing reads any more; it still counts as there."""
+        if (gradient := self.gradients[index]) is not None:
+            self.gradients[index] = gradient.new_empty(0)
+
     def grow(self, count: int) -> None:
         """Extend to ``count`` parameters."""
         missing = count - len(self.gradients)

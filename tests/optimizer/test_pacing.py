@@ -121,3 +121,19 @@ def test_as_many_updates_as_allowed_wait_in_the_queues(monkeypatch: pytest.Monke
         job.optimizer.synchronize()
         assert not engine.ring.is_pending
         job.optimizer.close()
+
+
+def test_gradients_go_in_backward_once_their_updates_have_run() -> None:
+    """On the CPU an update has run when it was enqueued. Those of the groups that come first are
+    over; buckets with parameters of later groups are not."""
+    job = Job("backward", device_memory=0)
+    job.backward(0)
+    work = job.optimizer._updates.overlap.work
+    held = [gradient.numel() for gradient in work.gradients if gradient is not None]
+    assert len(held) == len(job.parameters)
+    assert held.count(0) == 2
+    job.optimizer.step()
+    plain = Job(None)
+    plain.train(1)
+    job.optimizer.zero_grad()
+    job.assert_like(plain)
