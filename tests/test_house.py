@@ -10,7 +10,7 @@ from tests.helpers.scripts import Launch
 
 def test_measures_stay_below_what_they_are() -> None:
     assert house.lines() <= 25_560  # weights and gradients in host memory
-    assert house.statements() <= 13_330
+    assert house.statements() <= 13_335
     assert len(house.sources()) <= 126
     assert house.long_files() == {}
     assert len(house.files_in_root()) <= 2

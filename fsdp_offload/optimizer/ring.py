@@ -478,6 +478,7 @@ class Ring:
     def close(self) -> None:
         """Release all memory; no other call may follow."""
         self._work = None
+        self._waiting.clear()
         for bucket in self.buckets:  # weights may outlive the ring
             bucket.weights.forget()
             bucket.weights.place(())
