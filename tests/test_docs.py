@@ -114,13 +114,13 @@ def test_the_chart_takes_the_newest_row(tmp_path: Path) -> None:
             rows.append(row | {"device_peak_gib": gib})
         return {"params": 7.9e9, "job": {"tokens": 16384, "ranks": 1}, "rows": rows}
 
-    first = report(plain=64.0, forward_torchclip_all_d0=13.0, default_torchclip=9.0)
+    first = report(plain=64.0, forward_torchclip_all_d0=13.0, default_torchclip=70.0)
     second = report(forward_torchclip_all_d0=12.0, backward_all_d8GiB=20.0, compute=30.0)
     for name, found in (("2026-11-27_a", second), ("2026-11-26_b", first)):
         (tmp_path / f"whole_h100_{name}.json").write_text(json.dumps(found))
     reports = chart["reports"](tmp_path)
     found = {key: [p.gib for p in some] for key, some in chart["points"](reports).items()}
-    assert found == {"clip": [12.0], "none": [20.0], "plain": [64.0]}
+    assert found == {"clip": [12.0, 70.0], "none": [20.0], "plain": [64.0]}
     assert "in 12 GiB of one H100, at 8,200 tokens per second" in chart["gain"](reports)
     assert "does not fit" in chart["chart"](reports, "dark")
 

@@ -2,8 +2,7 @@
 
     python docs/benchmarks/chart.py
 
-The job is the one of 7.9B parameters. Files are ``whole_h100_*.json``; while there is none, those
-of ``iteration_h100_*_7.9G_*.json``. Of a row that several files have, the newest counts.
+The job is the one of 7.9B parameters. Of a row that several files have, the newest counts.
 """
 
 from __future__ import annotations
@@ -46,10 +45,9 @@ class Point(NamedTuple):
 
 def reports(folder: Path = FOLDER) -> list[dict[str, Any]]:
     """Of the job, the oldest first."""
-    for pattern in PATTERNS:
-        if files := sorted(folder.glob(pattern), key=lambda f: re.findall(r"\d{4}-[\d-]+", f.name)):
-            return [json.loads(file.read_text()) for file in files]
-    raise SystemExit("no figures of the job")
+    files = [file for pattern in PATTERNS for file in folder.glob(pattern)]
+    files.sort(key=lambda file: re.findall(r"\d{4}-[\d-]+", file.name))
+    return [json.loads(file.read_text()) for file in files]
 
 
 def points(found: list[dict[str, Any]]) -> dict[str, list[Point]]:
@@ -66,8 +64,6 @@ def points(found: list[dict[str, Any]]) -> dict[str, list[Point]]:
             continue
         point = Point(row["device_peak_gib"], row["iteration_ms"], name)
         by_key.setdefault(key, []).append(point)
-    for key in CURVES:  # with weights and gradients away, where that was measured
-        by_key[key] = [p for p in by_key.get(key, []) if "-all" in p.name] or by_key.get(key, [])
     return {key: sorted(some) for key, some in by_key.items() if some}
 
 
