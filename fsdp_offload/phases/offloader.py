@@ -414,7 +414,7 @@ def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tupl
     Raises:
         DeviceMemoryError: ``in_`` does not fit in the memory of ``out``; both are offloaded.
         HostMemoryError, PinningError, UnspentGradientError, SpentGradientError: as of
-        :meth:`PhaseOffloader.offload`; ``out`` stays on the device, and ``in_`` is offloaded.
+            :meth:`PhaseOffloader.offload`; ``out`` stays on the device, and ``in_`` is offloaded.
         ClosedError: one of them is closed; nothing moved.
     """
     in_._check()
