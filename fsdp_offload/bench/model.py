@@ -134,10 +134,9 @@ def _meta_model(job: Job) -> GPT:
 
 @torch.no_grad()
 def _initialize(model: GPT, job: Job, device: torch.device) -> None:
-    """Fill all parameters, from the same seed for any sharding and home of the weights.
+    """Fill all parameters from the same seed, one whole parameter at a time.
 
-    Matrices are normal, projections into the residual stream smaller; norms are ones. The device
-    makes one whole parameter at a time.
+    Matrices are normal, projections into the residual stream smaller; norms are ones.
     """
     generator = torch.Generator(device).manual_seed(0)
     narrow = 0.02 / (2 * job.layers) ** 0.5
@@ -147,15 +146,14 @@ def _initialize(model: GPT, job: Job, device: torch.device) -> None:
         if parameter.dim() > 1:
             whole.normal_(std=std, generator=generator)
         if isinstance(parameter, DTensor):
-            mesh, placements = parameter.device_mesh, parameter.placements
-            shard_of_rank = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-            parameter.to_local().copy_(shard_of_rank.to_local())
+            placed = parameter.device_mesh, parameter.placements
+            whole = distribute_tensor(whole, *placed, src_data_rank=None).to_local()
+            parameter.to_local().copy_(whole)
         else:
             parameter.copy_(whole)
 
 
 def unsharded_model(job: Job, device: torch.device) -> GPT:
-    """Build the whole model on every rank."""
     model = _meta_model(job).to_empty(device=device)
     _initialize(model, job, device)
     return model
@@ -164,18 +162,14 @@ def unsharded_model(job: Job, device: torch.device) -> GPT:
 def sharded_model(
     job: Job, device: torch.device, offload_policy: OffloadPolicy | None = None
 ) -> GPT:
-    """Build the model under FSDP2 over all ranks, with a group for each block and the root.
-
-    ``CPUOffloadPolicy`` leaves its shards on the CPU: the device never holds the model.
-    """
+    """Build the model under FSDP2 over all ranks, with a group for each block and the root."""
     model = _meta_model(job)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    policy = offload_policy or OffloadPolicy()
-    options: dict[str, Any] = {"offload_policy": policy}
+    options: dict[str, Any] = {"offload_policy": offload_policy or OffloadPolicy()}
     if job.shards == "fp32":
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = shard(model, model.blocks, mesh=mesh, **options)
-    home = torch.device("cpu") if isinstance(policy, CPUOffloadPolicy) else device
+    home = torch.device("cpu") if isinstance(offload_policy, CPUOffloadPolicy) else device
     _initialize(model.to_empty(device=home), job, device)
     return model
 

@@ -3,8 +3,7 @@
 ``plain`` is the optimizer on the device. ``default`` is ours without options; ``step``, ``forward``
 and ``backward`` are ours with that ``overlap``. ``torchao`` is its ``CPUOffloadOptimizer``;
 ``cpuoffload`` is FSDP2's ``CPUOffloadPolicy`` with torch's fused AdamW on the CPU. ``compute`` is
-forward and backward alone. Rows with ``all`` make their weights on the CPU, so that the device
-never holds the model. Words joined by ``-`` change a row:
+forward and backward alone. Rows with ``all`` make their weights on the CPU. Its other words:
 
 ====================  ======================================================================
 ``clip``              clip every iteration: ours with ``optimizer.clip_grad_norm_``
@@ -24,6 +23,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -99,16 +99,6 @@ def _refused(name: str, reason: str) -> ConfigError:
     return ConfigError(f"row {name!r}", reason=reason, remedy=f"use the words in {__name__}")
 
 
-class Nothing:
-    """Stands in for an optimizer, and only drops gradients."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.zero_grad = model.zero_grad
-
-    def step(self) -> None:
-        """Leave the model as it is."""
-
-
 class Trainer(NamedTuple):
     """Parts of one row's training: ``clip`` runs between backward and step."""
 
@@ -133,7 +123,8 @@ def make_trainer(case: Case, job: Job, device: torch.device) -> Trainer:
         policy = CPUOffloadPolicy(pin_memory=case.kind == "cpuoffload" and device.type == "cuda")
     model = sharded_model(job, device, policy)
     if case.kind == "compute":
-        return Trainer(model, Nothing(model), lambda: None)
+        nothing = SimpleNamespace(step=lambda: None, zero_grad=model.zero_grad)
+        return Trainer(model, nothing, lambda: None)
     optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     if case.kind in OURS:  # the others keep no masters for bf16 shards
         if case.kind != "default":
