@@ -3,7 +3,7 @@
 ``plain`` is the optimizer on the device. ``default`` is ours without options; ``step``, ``forward``
 and ``backward`` are ours with that ``overlap``. ``torchao`` is its ``CPUOffloadOptimizer``;
 ``cpuoffload`` is FSDP2's ``CPUOffloadPolicy`` with torch's fused AdamW on the CPU. ``compute`` is
-forward and backward alone. Rows with ``all`` make their weights on the CPU. Its other words:
+forward and backward alone. Rows with ``all`` make their weights on the CPU. The other words:
 
 ====================  ======================================================================
 ``clip``              clip every iteration: ours with ``optimizer.clip_grad_norm_``
