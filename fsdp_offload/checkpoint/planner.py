@@ -117,13 +117,13 @@ class FlatSavePlanner(DefaultSavePlanner):
 
 
 def _check_same(plans: Sequence[SavePlan]) -> None:
-    sizes: dict[str, torch.Size] = {}
+    known: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for item in (item for plan in plans for item in plan.items):
-        if item.tensor_data is not None:
-            size = sizes.setdefault(item.index.fqn, item.tensor_data.size)
-            if size != item.tensor_data.size:
+        if (data := item.tensor_data) is not None:
+            form = tuple(data.size), data.properties.dtype
+            if (first := known.setdefault(item.index.fqn, form)) != form:
                 raise ConfigError(
-                    f"{item.index.fqn} of shapes {tuple(size)} and {tuple(item.tensor_data.size)}",
+                    f"{item.index.fqn} of {first[0]} {first[1]} and {form[0]} {form[1]}",
                     reason="two ranks have different tensors under this name, and one would be "
                     "lost",
                     remedy="give modules on different ranks different names",
@@ -328,11 +328,15 @@ class JobLoadPlanner(FlatLoadPlanner):
                 "optimizer, and load(path, model, optimizer)",
             )
         known = {key: fqn for fqn, key in found.weights.items()}
-        # From get_extra_state().
-        values = [key for key in known if isinstance(stored[key], BytesStorageMetadata)]
+        # What get_extra_state() returns may have another type or shape in each call.
+        values = [key for key in known if key.endswith("_extra_state")]
         for key, value in read_values(self._reader, values).items():
+            live = self._weights[known[key]]
+            if isinstance(value, Tensor) and isinstance(live, Tensor) and not live.is_meta:
+                value = value.to(live.device)
             self._weights[known[key]] = value
         for key in known.keys() - set(values):
+            _check_kind(key, stored[key], self._weights[known[key]])
             self._read_into([key], self._weights[known[key]])
 
     # ------------------------------------------------------------------ optimizer state
@@ -460,6 +464,18 @@ def _is_meta(value: object) -> bool:
 
 def _is_fp32(stored: object) -> bool:
     return isinstance(stored, TensorStorageMetadata) and stored.properties.dtype == torch.float32
+
+
+def _check_kind(key: str, stored: Any, weight: Tensor) -> None:
+    """Refuse what ``copy_`` would truncate silently: fractions to integers, complex to real."""
+    dtype = stored.properties.dtype if isinstance(stored, TensorStorageMetadata) else None
+    is_mask = weight.dtype == torch.bool  # which older versions of a model may store as numbers
+    if dtype is None or not (is_mask or torch.can_cast(dtype, weight.dtype)):
+        raise StateDictError(
+            f"{key} of {dtype or 'a plain Python type'}",
+            reason=f"this model's tensor has {weight.dtype}, and a conversion would lose values",
+            remedy="build the model that was saved",
+        )
 
 
 def _check_shape(key: str, stored: Any, value: Any) -> None:

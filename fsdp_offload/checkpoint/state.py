@@ -127,8 +127,9 @@ def wrapper_of(optimizer: Any) -> Any:
 
 def state_to_read(optimizer: Optimizer) -> Mapping[Tensor, Mapping[str, Any]]:
     """Return the final state by parameter, for a caller that does not write to it."""
-    if isinstance(optimizer, HybridDeviceOptimizer):
-        return optimizer._for_checkpoints.read()
+    wrapper = wrapper_of(optimizer)
+    if isinstance(wrapper, HybridDeviceOptimizer):
+        return wrapper._for_checkpoints.read()
     return optimizer.state
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Final
@@ -79,7 +80,7 @@ def model_of(options: argparse.Namespace) -> Model:
         return Model.of_size(number_of(options.params))
     try:
         return model_of_config(json.loads(options.config.read_text()))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise ConfigError(
             f"--config {options.config}", reason=str(error), remedy="name a config.json"
         ) from None
@@ -90,7 +91,7 @@ def number_of(text: str) -> float:
     unit = _UNITS.get(text[-1:].upper())
     try:
         number = float(text[:-1]) * unit if unit else float(text)
-        if number > 0:
+        if 0 < number < math.inf:
             return number
     except ValueError:
         pass

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -159,15 +160,19 @@ def test_extra_is_that_of_rank_0_alone(ranks: Ranks, tmp_path: Path) -> None:
         assert found == [{"rank": 0}, {"rank": 0}, {}]
 
 
-def save_other_shapes(root: Path) -> OffloadError | None:
-    model = layers(4 + dist.get_rank())
-    return refusal(lambda: checkpoint.save(root / "one", model))
+def save_other_tensors(root: Path) -> list[OffloadError | None]:
+    shape = layers(4 + dist.get_rank())
+    dtype = layers(4).to((torch.float32, torch.bfloat16)[dist.get_rank()])
+    calls = [partial(checkpoint.save, root / "one", model) for model in (shape, dtype)]
+    return [refusal(call) for call in calls]
 
 
-def test_ranks_with_other_shapes_under_one_name_are_refused(ranks: Ranks, tmp_path: Path) -> None:
-    for error in ranks(2).run(save_other_shapes, tmp_path):
-        assert isinstance(error, ConfigError)
-        assert "model.0.weight of shapes (4, 4) and (5, 5)" in str(error)
+def test_ranks_with_other_tensors_under_one_name_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    for shape, dtype in ranks(2).run(save_other_tensors, tmp_path):
+        assert isinstance(shape, ConfigError)
+        assert isinstance(dtype, ConfigError)
+        assert "model.0.weight of (4, 4) torch.float32 and (5, 5) torch.float32" in str(shape)
+        assert "model.0.weight of (4, 4) torch.float32 and (4, 4) torch.bfloat16" in str(dtype)
     assert not list(tmp_path.iterdir())
 
 
@@ -193,7 +198,7 @@ def save_between_steps(root: Path) -> None:
     fetched.append(train(3))
     checkpoint.async_save(root / "two", model, optimizer).result(60)
     fetched.append(train(4))
-    export_safetensors(model, root / "export", optimizer=optimizer, dtype="fp32")
+    export_safetensors(model, root / "export", optimizer=inner, dtype="fp32")
     fetched.append(train(6))
     check(not any(fetched), f"{fetched}")
 
