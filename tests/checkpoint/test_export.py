@@ -323,14 +323,6 @@ def test_tensors_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     refused(UnsupportedParameterError, "qint8", out, model, out)
 
 
-def test_a_file_in_the_folders_place_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "out").write_text("mine")
-
-    refused(CheckpointError, "out", tmp_path / "x", Net(), tmp_path / "out")
-
-    assert (tmp_path / "out").read_text() == "mine"
-
-
 @contextlib.contextmanager
 def full_disk(after_bytes: int) -> Iterator[None]:
     """Writing fails once that many bytes were written."""
@@ -347,26 +339,8 @@ def full_disk(after_bytes: int) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("after_bytes", [0, 1800])
-def test_a_full_disk_leaves_nothing(tmp_path: Path, after_bytes: int) -> None:
-    with full_disk(after_bytes), pytest.raises(CheckpointError, match="No space left"):
-        export_safetensors(Net(), tmp_path / "out", max_shard_bytes="100B")
-
-    assert left_in(tmp_path) == []
-
-
-def test_a_folder_without_its_name_is_no_export(tmp_path: Path) -> None:
-    rename = Path.rename
-
-    def refuse(path: Path, target: Path) -> Path:
-        if target == tmp_path / "out":
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return rename(path, target)
-
-    with (
-        mock.patch.object(Path, "rename", refuse),
-        pytest.raises(CheckpointError, match="Input/output error"),
-    ):
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    with full_disk(1800), pytest.raises(CheckpointError, match="No space left"):
         export_safetensors(Net(), tmp_path / "out", max_shard_bytes="100B")
 
     assert left_in(tmp_path) == []
@@ -611,11 +585,6 @@ def fail(folder: Path, how: str) -> tuple[str, str]:
     harm: Any = contextlib.nullcontext()
     if how == "shape":
         model.register_buffer("count", torch.zeros(3 + rank))
-    elif how == "foreign":
-        folder = folder.with_name("foreign")
-        folder.mkdir(exist_ok=True)
-        safetensors.torch.save_file({"x": torch.ones(2)}, folder / "model.safetensors")
-        dist.barrier()
     elif rank == 1:
         settings = {"dtype": "fp8"} if how == "argument" else {}
         harm = full_disk(500) if how == "disk" else harm
@@ -635,7 +604,6 @@ def fail(folder: Path, how: str) -> tuple[str, str]:
         ("disk", "CheckpointError", "No space left"),
         ("folder", "CheckpointError", "do not share the folder"),
         ("shape", "ConfigError", "count"),
-        ("foreign", "CheckpointError", "contains files that"),
     ],
 )
 def test_all_ranks_raise_if_one_fails(
@@ -646,7 +614,7 @@ def test_all_ranks_raise_if_one_fails(
     for rank, (name, message) in enumerate(raised):
         assert name == kind, raised
         assert text in message
-        assert how in ("shape", "foreign") or ("rank 1" in message) == (rank == 0)
+        assert how == "shape" or ("rank 1" in message) == (rank == 0)
     assert left_in(tmp_path / "out") == []
 
 

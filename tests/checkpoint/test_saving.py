@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -76,37 +73,6 @@ def values_of(pair: Pair) -> dict[str, Tensor]:
 
 def check_values(pair: Pair, expected: dict[str, Tensor]) -> None:
     models.check_same_dicts(values_of(pair), expected, "values")
-
-
-SCRIPT = """
-import sys, torch
-from fsdp_offload import checkpoint
-torch.manual_seed(0)
-model = torch.nn.Sequential(*(torch.nn.Linear(400, 400) for _ in range(100)))
-checkpoint.async_save(sys.argv[1], model)
-"""
-
-
-@pytest.mark.long
-def test_a_save_beside_a_script_that_ends_is_completed(tmp_path: Path) -> None:
-    """The script has no other line."""
-    path = tmp_path / "one"
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(path)],
-        cwd=root, env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-
-    assert done.returncode == 0, done.stderr
-    assert checkpoint.latest(tmp_path) == path, done.stderr
-    torch.manual_seed(0)
-    expected = layers(*[400] * 100).state_dict()
-    with torch.device("meta"):
-        loaded = layers(*[400] * 100)
-    loaded.to_empty(device="cpu")
-    checkpoint.load(path, loaded)
-    assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
 
 
 def test_links_are_no_checkpoints_of_their_own(tmp_path: Path) -> None:
