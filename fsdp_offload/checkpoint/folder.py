@@ -84,7 +84,7 @@ def checked(path: object) -> Path:
         found = found.resolve()
     there = next(each for each in (*found.parents, Path("/")) if os.path.isdir(each))
     name_bytes = max(len(os.fsencode(name)) for name in found.parts)
-    # Lengths of its files, and of those in the working folder.
+    # Paths of the files in the working folder are the longest.
     path_bytes = len(os.fsencode(found)) + len(_working(found).name) + 32
     limits = os.pathconf(there, "PC_NAME_MAX"), os.pathconf(there, "PC_PATH_MAX")
     if name_bytes > limits[0] or path_bytes > limits[1]:
@@ -145,7 +145,7 @@ def _start_of(pid: int | str) -> str:
 
 
 def _is_dead(made: Path, now: float) -> bool:
-    """Tell whether the save that made a folder has ended; ``now``: the file system's time."""
+    """Whether the save that made a folder has died; ``now``: the file system's time."""
     owner = made.name.split("@")
     if owner[0] == _OURS + _host():
         return _start_of(owner[1]) != owner[2]
@@ -190,9 +190,10 @@ def _clear(folder: Path, now: float) -> None:
 
 
 def discard(made: Path, beside: Path | None = None) -> bool:
-    """Remove a folder, but first put back a checkpoint that a save has moved into it.
+    """Remove a folder; before that, put back a checkpoint that a save has moved into it.
 
-    First renames the folder into ``beside``, so that the next save removes any leftovers.
+    Renames the folder into ``beside`` first, so that the next save removes leftovers; returns
+    whether that worked.
     """
     beside = made.parent if beside is None else beside
     try:
@@ -254,7 +255,7 @@ def publish(
 
 
 def install(made: Path, path: Path, *, overwrite: bool) -> None:
-    """Give a working folder its name; see the top of this file."""
+    """Rename a working folder to ``path``; see the top of this file."""
     fsync_folder(made)
     is_exchanged = False
     while True:
@@ -274,7 +275,7 @@ def install(made: Path, path: Path, *, overwrite: bool) -> None:
             path.rename(old)
     try:
         fsync_folder(path.parent)
-    except OSError:  # the save fails, so the old checkpoint stays
+    except OSError:  # the name may not survive a crash: fail, and put the old checkpoint back
         if not (is_exchanged and _exchange(made, path)):
             path.rename(made)
         raise

@@ -32,7 +32,7 @@ class Stager(AsyncStager):
 
     Raises:
         HostMemoryError: (in :meth:`stage`) the copies do not fit.
-        UnsupportedParameterError: (likewise) a value cannot be copied.
+        UnsupportedParameterError: (in :meth:`stage`) a value cannot be copied.
     """
 
     def __init__(self) -> None:
@@ -78,8 +78,7 @@ class Stager(AsyncStager):
             raise _uncopied("a value in the state dict", error) from error
 
     def _copies_of(self, sources: dict[object, Tensor]) -> dict[object, Tensor]:
-        """Copy tensors one after the other into the arena; a larger arena replaces it if they do
-        not fit."""
+        """Copy tensors into the arena, one behind the other; replace an arena that is too small."""
         nbytes = sum(align(source.nbytes, ALIGNMENT_BYTES) for source in sources.values())
         if self._arena is None or nbytes > self._arena.n_bytes:
             self.close()
@@ -117,7 +116,7 @@ class Stager(AsyncStager):
                 written = backend.current_stream().record()
                 stored.append(self._links[device].store(*blocks, after=[written]))
             run_all(jobs)
-        finally:  # else a later call could free the memory during a copy
+        finally:  # after an error, too: a later call could free the memory during a copy
             for event in stored:
                 event.synchronize()
 

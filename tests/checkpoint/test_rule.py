@@ -98,7 +98,7 @@ def test_options_are_read_in_every_form(layout: KeyLayout, form: str) -> None:
     found = matched({**dict.fromkeys(keys_of(layout)), **values})
 
     assert found.options == [{"lr": 0.5}]
-    assert not found.untold
+    assert not found.absent
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -107,13 +107,13 @@ def test_any_parameter_of_a_group_speaks_for_it(form: str) -> None:
     found = matched(values, [[["new"], *([f] for f in FQNS)], [["newer"]]])
 
     assert found.options == [{"lr": 0.5}, {}]
-    assert found.untold == {"new", "newer", *FQNS[:2]}
+    assert found.absent == {"new", "newer", *FQNS[:2]}
 
 
 def test_options_of_a_parameter_called_by_a_number() -> None:
     found = matched({"optim.param_groups.0.lr": 0.5}, [[["0"]]])
     assert found.options == [{"lr": 0.5}]
-    assert not found.untold
+    assert not found.absent
 
 
 def test_groups_without_names_give_no_options() -> None:
