@@ -184,7 +184,7 @@ def _clear(folder: Path, now: float) -> None:
             if not name.startswith("."):
                 discard(each / _REPLACED, folder)
             elif name.startswith(_OURS) and name.endswith(_REMOVED):
-                remove(each)
+                shutil.rmtree(each, ignore_errors=True)
             elif name.startswith(_OURS) and name.endswith(_NEW) and _is_dead(each, now):
                 discard(each)
 
@@ -210,13 +210,8 @@ def discard(made: Path, beside: Path | None = None) -> bool:
         else:
             _log.warning("cannot remove %s: %s", made, error.strerror)
             return False
-    remove(gone)
+    shutil.rmtree(gone, ignore_errors=True)
     return True
-
-
-def remove(path: Path) -> None:
-    """Remove a folder; ignore refusals of the file system."""
-    shutil.rmtree(path, ignore_errors=True)
 
 
 # --------------------------------------------------------------------------- writing
@@ -247,8 +242,10 @@ def publish(
             "changed it, or the ranks do not share the folder",
             remedy="choose a folder that all ranks share and no other program writes to",
         )
-    # If a clock was set back, an older checkpoint must not become the latest.
-    newest = max((m.time_ns for m in _complete_in(path.parent).values()), default=0)
+    # If a clock was set back, an older checkpoint must not become the latest. Reads manifests only:
+    # looking at all files of all neighbours takes minutes on a busy file system.
+    neighbours = map(_manifest_of, path.parent.iterdir())
+    newest = max((manifest.time_ns for manifest in neighbours if manifest is not None), default=0)
     manifest = Manifest(max(time.time_ns(), newest + 1), world_size, optimizer, found)
     write_whole(made / MANIFEST, manifest.encode())
     install(made, path, overwrite=overwrite)
@@ -346,11 +343,16 @@ def _complete_in(folder: Path) -> dict[Path, Manifest]:
 
 
 def _look(path: Path) -> tuple[Manifest | None, bool]:
-    manifest = None
+    """Read a folder's manifest; also return whether all files are there, with their sizes."""
+    if (manifest := _manifest_of(path)) is not None:
+        with contextlib.suppress(OSError):
+            sizes = ((path / name, n_bytes) for name, (n_bytes, _) in manifest.files.items())
+            return manifest, all(file.stat().st_size == n_bytes for file, n_bytes in sizes)
+    return manifest, False
+
+
+def _manifest_of(path: Path) -> Manifest | None:
     with contextlib.suppress(CheckpointError, OSError):
         if path.is_dir() and not path.is_symlink():
-            manifest = read_manifest(path)
-            files = {} if manifest is None else manifest.files
-            is_there = all((path / name).stat().st_size == n for name, (n, _) in files.items())
-            return manifest, is_there and manifest is not None
-    return manifest, False
+            return read_manifest(path)
+    return None
