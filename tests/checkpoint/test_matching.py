@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from torch.futures import Future
 from torch.optim import Optimizer
 
 from fsdp_offload import OptimizerState, checkpoint
@@ -146,51 +143,6 @@ def test_the_reader_refuses_different_values_for_one_memory(
     with pytest.raises((CheckpointException, CheckpointError), match="even and within"):
         dcp.load(views(memory), storage_reader=checkpoint.Reader(tmp_path / "other"), no_dist=True)
     assert torch.equal(memory, numbers)
-
-
-class Halves(dcp.DefaultLoadPlanner):
-    """Reads the key "ends" in two items, each into memory of its own."""
-
-    def __init__(self, ends: list[Tensor]) -> None:
-        super().__init__()
-        self.ends = ends
-
-    def create_local_plan(self) -> LoadPlan:
-        plan = super().create_local_plan()
-        whole = next(item for item in plan.items if item.dest_index.fqn == "ends")
-        half = torch.Size([whole.lengths[0] // 2])
-        offsets = [torch.Size([0]), half]
-        halves = [
-            replace(whole, dest_offsets=at, storage_offsets=at, lengths=half) for at in offsets
-        ]
-        return replace(plan, items=[*(x for x in plan.items if x is not whole), *halves])
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        if read_item.dest_index.fqn != "ends":
-            return super().resolve_tensor(read_item)
-        return self.ends[int(read_item.dest_offsets[0] > 0)]
-
-
-class CountingReader(checkpoint.Reader):
-    """Counts calls of :meth:`read_data`."""
-
-    calls = 0
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        self.calls += 1
-        return super().read_data(plan, planner)
-
-
-def test_a_key_in_two_places_shares_nothing_with_what_lies_between(tmp_path: Path) -> None:
-    dcp_save({"ends": torch.arange(8.0), "middle": torch.ones(4)}, tmp_path)
-    memory = torch.zeros(12)
-    reader, planner = CountingReader(tmp_path), Halves([memory[:4], memory[8:]])
-
-    state = {"ends": torch.zeros(8), "middle": memory[4:8]}
-    dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
-
-    assert memory.tolist() == [0, 1, 2, 3, 1, 1, 1, 1, 4, 5, 6, 7]
-    assert reader.calls == 1  # nothing was read ahead, to be compared
 
 
 # --------------------------------------------------------------------------- parameters and groups
