@@ -237,7 +237,7 @@ class JobLoadPlanner(FlatLoadPlanner):
             make_buffers(self._models, self._weights)
             self.set_up_planner(self._read, self._reader.metadata)
             plan = super().create_local_plan()
-            self._reader.compare_aliases(plan, self)
+            self._reader._compare_aliases(plan, self)
             return replace(plan, planner_data=self._found.unknown)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:

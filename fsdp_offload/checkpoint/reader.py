@@ -154,7 +154,7 @@ class Reader(FileSystemReader):
             self._read_foreign(replace(plan, items=foreign), planner)
         return done(None)
 
-    def compare_aliases(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+    def _compare_aliases(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         """Compare the values of items whose targets share memory, before anything is written.
 
         Raises:

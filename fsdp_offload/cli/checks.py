@@ -30,7 +30,7 @@ from ..core.errors import PinningError, UnsupportedTorchError
 from ..link import HostRange
 from ..link.budget import HostMemory, size_text
 from ..update.kernels import triton_kernels
-from .doctor import Check
+from .check import Check
 
 _OWN_BYTES: Final = 1 << 30
 """A context and the driver take less than this on one device."""

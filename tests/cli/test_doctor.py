@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fsdp_offload.cli import checks, doctor
-from fsdp_offload.cli.doctor import Check, attempt, worst
+from fsdp_offload.cli.check import Check, attempt, worst
 from fsdp_offload.cli.main import main
 from fsdp_offload.core import devices
 from fsdp_offload.core.errors import PinningError
