@@ -253,10 +253,8 @@ def read_table(path: Path) -> Table | None:
 
 def refused(path: object, error: OSError) -> CheckpointError:
     """Build the error for a file that the file system refuses."""
-    reason, remedy = (
-        "the file system refused",
-        "free disk space, or choose a folder that you may write to",
-    )
+    reason = "the file system refused"
+    remedy = "free disk space, or choose a folder that you may write to"
     if error.errno in (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY):
         reason = "another program creates or removes it, or the ranks do not share the folder"
         remedy = "choose a folder that all ranks share and no other program writes to"
@@ -273,10 +271,8 @@ def typed_error(error: BaseException, path: object = "a file") -> OffloadError:
     at = "".join(
         f" ({f.name} in {f.filename}:{f.lineno})" for f in extract_tb(error.__traceback__, -1)
     )
-    reason = (str(error) or "the error has no text") + at
-    return CheckpointError(
-        type(error).__name__, reason=reason, remedy="read the cause of this error"
-    )
+    what, reason = type(error).__name__, (str(error) or "the error has no text") + at
+    return CheckpointError(what, reason=reason, remedy="read the cause of this error")
 
 
 @contextlib.contextmanager

@@ -49,12 +49,8 @@ SILENT_S: Final = 600.0
 _RENAME_S: Final = 5.0
 """How long a reader waits for another process between its two renames."""
 
-_OURS, _NEW, _REMOVED, _REPLACED = (
-    ".fsdp_offload.",
-    ".writing",
-    ".removed",
-    ".fsdp_offload.replaced",
-)
+_OURS, _NEW, _REMOVED = ".fsdp_offload.", ".writing", ".removed"
+_REPLACED: Final = ".fsdp_offload.replaced"
 
 
 # --------------------------------------------------------------------------- paths

@@ -155,11 +155,6 @@ class Reader(FileSystemReader):
         return done(None)
 
     def _compare_aliases(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Compare the values of items whose targets share memory, before anything is written.
-
-        Raises:
-            CheckpointError: two of them differ.
-        """
         self._aliases = self._read_aliases(plan, targets_of(plan, planner))
 
     def _read_aliases(

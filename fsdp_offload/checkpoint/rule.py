@@ -194,10 +194,7 @@ def find_layout(
 
 
 def prefixes_that_fit(keys: Iterable[str], fqns: Iterable[str], kind: str = "") -> list[str]:
-    """Find the prefixes under which the model's longest FQN occurs, for error texts.
-
-    ``kind``: ``STATE``, or empty for weights.
-    """
+    """Find the prefixes of the model's longest FQN; ``kind``: ``STATE``, or empty for weights."""
     ends = kind + max(fqns, key=len, default="")
     names = {key.rpartition(".")[0] if kind else key for key in keys}
     found = {name.removesuffix(ends) for name in names if name.endswith(ends)}

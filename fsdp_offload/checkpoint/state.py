@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -108,14 +108,14 @@ def pack(model: Models, optimizer: Optimizer, *, for_writing: bool = True) -> di
     names = names_of(listed(model), optimizer)
     packed: dict[str, Any] = {}
     state = optimizer.state if for_writing else state_to_read(optimizer)
-    for parameter, group in parameters_of(optimizer):
-        fqn = names[parameter][0]
-        for name, value in state.get(parameter, {}).items():
-            _check_value(parameter, fqn, name, value)
-            packed[f"{STATE}{fqn}.{name}"] = value
-        for option, value in group.items():
-            if option != "params":
-                packed[f"{GROUPS}{fqn}.{option}"] = _plain(value)
+    for group in optimizer.param_groups:
+        options = {name: _plain(value) for name, value in group.items() if name != "params"}
+        for parameter in group["params"]:
+            fqn = names[parameter][0]
+            for name, value in state.get(parameter, {}).items():
+                _check_value(parameter, fqn, name, value)
+                packed[f"{STATE}{fqn}.{name}"] = value
+            packed |= {f"{GROUPS}{fqn}.{name}": value for name, value in options.items()}
     return dict(sorted(packed.items()))
 
 
@@ -168,13 +168,6 @@ def load_state(
     optimizer.load_state_dict({"state": dict(state), "param_groups": groups})
 
 
-def parameters_of(optimizer: Optimizer) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-    """Yield every parameter with its group."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            yield parameter, group
-
-
 def names_of(models: Sequence[nn.Module], optimizer: Optimizer) -> dict[Tensor, list[str]]:
     """Find the FQNs of each parameter of ``optimizer``; a tied weight has several.
 
@@ -183,7 +176,7 @@ def names_of(models: Sequence[nn.Module], optimizer: Optimizer) -> dict[Tensor, 
     """
     saved, names = dtensor.saved_names(models), dict[Tensor, list[str]]()
     owners: dict[str, Tensor] = {}
-    for parameter, _ in parameters_of(optimizer):
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if parameter not in saved:
             raise ConfigError(
                 f"a parameter of shape {tuple(parameter.shape)}",
@@ -221,9 +214,8 @@ def _plain(value: Any) -> Any:
 
 def _check_value(parameter: Tensor, fqn: str, name: str, value: Any) -> None:
     """Refuse a shard's state that is a plain tensor: DCP would save that of one rank."""
-    if not isinstance(value, Tensor):
-        return
-    if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.dim() > 0:
+    is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor) and value.dim() > 0
+    if isinstance(parameter, DTensor) and is_plain:
         raise StateDictError(
             f"state {name!r} of {fqn} with shape {tuple(value.shape)}",
             reason="only this rank's shard has it, and it is not sharded like the "

@@ -102,10 +102,8 @@ def driver_version(root: Path) -> str:
 
 def _number(text: str) -> float:
     """Parse the number that the text begins with; 0 for "Unknown"."""
-    try:
-        return float(text.split()[0])
-    except (IndexError, ValueError):
-        return 0.0
+    found = re.match(r"\d+(\.\d+)?", text)
+    return float(found[0]) if found else 0.0
 
 
 def _read(path: Path) -> str:

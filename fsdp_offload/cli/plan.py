@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -89,12 +90,10 @@ def model_of(options: argparse.Namespace) -> Model:
 def number_of(text: str) -> float:
     """Parse ``8B``, ``8e9``, ``500M``."""
     unit = _UNITS.get(text[-1:].upper())
-    try:
+    with suppress(ValueError):
         number = float(text[:-1]) * unit if unit else float(text)
         if 0 < number < math.inf:
             return number
-    except ValueError:
-        pass
     raise ConfigError(
         f"--params {text}", reason="not a number of parameters", remedy="write 8e9, 8B or 500M"
     )
