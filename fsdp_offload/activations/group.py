@@ -16,7 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core import storage as storages
 from ..core.errors import ActivationError, ConfigError
-from .handles import MemoryRange, SavedTensor, Saver, unpack
+from .handles import MemoryRange, SavedTensor, unpack
+from .offload import ActivationOffload
 from .selection import Rows, View, rows_or_reason
 from .store import Held, RowStore
 
@@ -32,7 +33,7 @@ class SavedRows:
 
     def add(self, rows: Rows) -> MemoryRange:
         """Add a range, for :attr:`held`."""
-        made = MemoryRange(self)
+        made = MemoryRange(self.restore)
         self._ranges.append(weakref.ref(made))
         self._row_bytes.append(rows.row_bytes)
         return made
@@ -63,7 +64,7 @@ class StashGroup:
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         self._handles: list[weakref.ref[SavedTensor]] = []
         self._asked_to_keep: list[Tensor] = []
-        self._outer: Saver | None = None  # an ActivationOffload's, which gets kept tensors
+        self._outer: ActivationOffload | None = None  # around this group; gets what it keeps
         self._capacity = 0
         self._count: Tensor | None = None
 
@@ -102,7 +103,8 @@ class StashGroup:
         if not torch.is_grad_enabled():
             return self
         hook = storages.saved_tensor_hook()
-        self._outer = Saver.behind(hook)
+        outer = getattr(hook, "__self__", None)
+        self._outer = outer if isinstance(outer, ActivationOffload) else None
         if hook is not None and self._outer is None and not self._store.is_open:
             self._store.counts["inactive_groups"] += 1
             self._store.log_once(

@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import Final, NamedTuple, NoReturn
 
@@ -16,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ..core import storage as storages
-from ..core.config import MIB, TransferConfig, parse_bytes
+from ..core.config import MIB, TransferConfig, brief, parse_bytes
 from ..core.devices import backend_for
 from ..core.errors import ActivationError, ConfigError, DeviceError, check_open, copy_error
 from ..link import HostPool, held_bytes
 from .batches import BatchCopies, SavedRange
-from .handles import SavedTensor, Saver, unpack
+from .handles import SavedTensor, unpack
 from .selection import ByteRange, View, span_or_reason
 
 _log = logging.getLogger("fsdp_offload")
@@ -62,7 +61,7 @@ class _Known(NamedTuple):
     found: weakref.ref[SavedRange]
 
 
-class ActivationOffload(Saver):
+class ActivationOffload:
     """Moves what autograd saves to host memory during the forward, and back during the backward.
 
     Example::
@@ -103,8 +102,7 @@ class ActivationOffload(Saver):
         found = torch.accelerator.current_accelerator() if device is None else device
         self._backend = backend_for(torch.device(found or "cpu"))
         pool = HostPool("ActivationOffload", self._backend, transfer or TransferConfig())
-        is_moved = partial(_is_moved, share)
-        self._copies = BatchCopies(self._backend, pool, n_bytes, inflight, is_moved)
+        self._copies = BatchCopies(self._backend, pool, n_bytes, inflight, share)
         self._hooks: list[torch.autograd.graph.saved_tensors_hooks | None] = []
         self._known: dict[int, list[_Known]] = {}  # by storage
         self._counts: Counter[str] = Counter()
@@ -115,6 +113,17 @@ class ActivationOffload(Saver):
 
     def __reduce__(self) -> NoReturn:
         raise copy_error(self, "make another one, and keep it outside of modules that are copied")
+
+    def __repr__(self) -> str:
+        device, copies = self._backend.device, self._copies
+        if self._is_closed:
+            return f"ActivationOffload({device}, closed)"
+        used, most = copies.intervals.used_bytes, copies.intervals.n_bytes
+        return (
+            f"ActivationOffload({device}, {brief(used)} of {brief(most)} of host memory in use, "
+            f"{brief(copies.sending_bytes)} of device memory held by copies; "
+            f"{brief(copies.link.stored_bytes)} moved so far)"
+        )
 
     # ------------------------------------------------------------------ forward
 
@@ -132,7 +141,7 @@ class ActivationOffload(Saver):
             return self
         if not self._copies.live():
             self._begin_iteration()  # or continue one that has saved nothing
-        hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
         hooks.__enter__()
         self._hooks.append(hooks)
         return self
@@ -173,8 +182,13 @@ class ActivationOffload(Saver):
         copies.first_index, self._ranges_before = copies.counts["batches"], counts["ranges"]
         self._known.clear()
 
+    def _pack(self, tensor: Tensor) -> SavedTensor:
+        handle = SavedTensor(tensor)
+        self.save(handle)
+        return handle
+
     def save(self, handle: SavedTensor) -> None:
-        """As of :class:`.Saver`."""
+        """Take the handle's tensor, or let the handle keep it."""
         tensor = handle.tensor
         assert tensor is not None
         span = span_or_reason(tensor, self._backend.device, LEAST_BYTES)
@@ -233,12 +247,6 @@ class ActivationOffload(Saver):
         if not self._is_closed:
             self._is_closed = True
             self._copies.close()
-
-
-def _is_moved(share: float, number: int) -> bool:
-    # Moved batches are spread over the forward. If the first ones moved, they would queue up on the
-    # link, and all be needed at the end of the backward.
-    return int((number + 1) * share) > int(number * share)
 
 
 def _check(host_memory: object, n_bytes: int, share: object) -> None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ..core import dtensor
 from ..core import storage as storages
 from ..core.arguments import backend_of, check_optimizer, modules_of
-from ..core.config import TransferConfig, check_choice
+from ..core.config import TransferConfig, brief, check_choice
 from ..core.devices import release_cached
 from ..core.errors import (
     ConfigError,
@@ -31,9 +31,9 @@ from ..core.offloadable import offloadable_of
 from ..link import address_range, held_bytes
 from ..link.block import OwnedBlock, StorageBlock, collect, in_order
 from ..link.transfer import Figures, Handle, Transfer
-from .fixed import FixedMemory, is_movable
 from .gradients import Gradients
 from .guard import ModelGuard, PlainOptimizer, remove_all
+from .region import FixedMemory, is_movable
 
 KINDS: Final = ("params", "grads", "state")
 """Kinds of memory, in the order in which they move."""
@@ -311,6 +311,27 @@ class PhaseOffloader:
     def __reduce__(self) -> NoReturn:
         raise copy_error(self, "build one for the other model")
 
+    def __repr__(self) -> str:
+        device = self._backend.device
+        if self._is_closed:
+            return f"PhaseOffloader({device}, closed)"
+        here, away = _sizes(self._device_bytes()), _sizes(self._transfer.away_bytes)
+        shown = f"away: {away}; on the device: {here}" if self._is_away else f"present: {here}"
+        reserved = brief(self._transfer.pool.n_bytes)
+        return f"PhaseOffloader({device}, {shown}; {reserved} reserved on the host)"
+
+    def _device_bytes(self) -> dict[str, int]:
+        """Bytes by kind that are on the device, without gradients that an offload drops."""
+        parameters, known = self._parameters(), set[int]()
+        return {
+            kind: sum(
+                storage.nbytes()
+                for _, storage in self._storages(kind, parameters, known)
+                if getattr(storages.owner_of(storage), "is_present", True)
+            )
+            for kind in KINDS
+        }
+
     def _check(self) -> None:
         check_open("a PhaseOffloader", self._pid, is_closed=self._is_closed)
 
@@ -397,6 +418,11 @@ class PhaseOffloader:
             ) from error
         self._backend.current_stream().synchronize()
         release_cached(self._backend.device)
+
+
+def _sizes(by_kind: Mapping[str, int]) -> str:
+    sizes = (f"{kind} {brief(n_bytes)}" for kind, n_bytes in by_kind.items() if n_bytes)
+    return ", ".join(sizes) or "nothing"
 
 
 def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tuple[Handle, Handle]:

@@ -533,6 +533,24 @@ def test_compiled_functions_inside() -> None:
     assert torch.equal(x.grad, expected)
 
 
+def test_repr_says_what_is_where() -> None:
+    x = torch.ones(1 << 18, requires_grad=True)
+    with StreamSimulator("lazy", inline_current=True) as simulator:
+        moved = made()
+        with moved:
+            y = x.exp()
+        sizes = (
+            "1.00 MiB of 4.00 MiB of host memory in use, 1.00 MiB of device memory held by copies"
+        )
+        assert repr(moved) == f"ActivationOffload(cpu, {sizes}; 1.00 MiB moved so far)"
+        simulator.synchronize()
+        moved.statistics()
+        assert ", 0.00 MiB of device memory held by copies" in repr(moved)
+        y.sum().backward()
+        moved.close()
+    assert repr(moved) == "ActivationOffload(cpu, closed)"
+
+
 def test_bad_arguments() -> None:
     for how in ({"host_memory": 0}, {"host_memory": "much"}, {"share": 1.5}, {"share": True},
                 {"share": "auto"}, {"inflight_bytes": -1}):  # fmt: skip

@@ -123,6 +123,19 @@ def test_pause_frees_memory_and_resume_brings_it_back() -> None:
     assert statistics.offloaded.n_bytes == statistics.reloaded.n_bytes == 16 << 20
 
 
+def test_repr_says_what_is_where() -> None:
+    made = region()
+    made.empty(1 << 20, dtype=torch.uint8)
+    assert repr(made) == "FixedAddressRegion('kv', cpu, 1.00 MiB present)"
+    made.pause()
+    assert repr(made) == "FixedAddressRegion('kv', cpu, 1.00 MiB paused, 1.00 MiB saved)"
+    made.resume()
+    made.pause(save=False)
+    assert repr(made) == "FixedAddressRegion('kv', cpu, 1.00 MiB paused, not saved)"
+    made.close()
+    assert repr(made) == "FixedAddressRegion('kv', cpu, closed)"
+
+
 def test_without_saving_no_host_memory_is_taken() -> None:
     made = region()
     tensor = made.empty(1000, dtype=torch.int64).fill_(5)
