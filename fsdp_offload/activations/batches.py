@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
+from functools import partial
 from itertools import accumulate, compress
 from typing import Final
 
@@ -53,10 +54,9 @@ class SavedRange(MemoryRange):
     __slots__ = ("is_written", "original", "shape", "version")
 
     def __init__(self, batch: Batch, tensor: Tensor) -> None:
-        super().__init__(batch.restore)
-        self.original: Tensor | None = (
-            tensor.detach()
-        )  # until it may be freed; has the version counter
+        super().__init__(partial(batch.copies.need, batch))
+        # Until it may be freed; it has the version counter.
+        self.original: Tensor | None = tensor.detach()
         self.version = tensor._version
         self.shape = (tensor.shape, tensor.dtype)
         self.is_written = False
@@ -82,13 +82,13 @@ class SavedRange(MemoryRange):
 class Batch(Block):
     """Ranges that are copied together. Lives as long as one of them, or its copy out."""
 
-    __slots__ = ("__weakref__", "_copies", "_ranges", "index", "start")
+    __slots__ = ("__weakref__", "_ranges", "copies", "index", "start")
     host: list[Tensor]
     device: list[Tensor]
 
     def __init__(self, copies: BatchCopies) -> None:
         super().__init__([], [], Residence.DIRTY)  # per range, as bytes
-        self._copies = copies
+        self.copies = copies
         self._ranges: list[weakref.ref[SavedRange]] = []
         self.start: int | None = None  # first byte of its host memory
         self.index = 0
@@ -134,13 +134,9 @@ class Batch(Block):
                 found.words = memory
         self.device, self._turns, self.residence = [], None, Residence.DEVICE
 
-    def restore(self) -> None:
-        """Give each range its memory."""
-        self._copies.need(self)
-
     def __del__(self) -> None:
         if self.start is not None or self.residence is Residence.FETCHING:
-            self._copies.dropped.append((self.start, self.device, self.arrived))
+            self.copies.dropped.append((self.start, self.device, self.arrived))
 
 
 class BatchCopies:

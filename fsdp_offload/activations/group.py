@@ -6,6 +6,7 @@ memory is freed with its last handle, or with the caller's graph (``retain_graph
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,8 @@ from .handles import MemoryRange, SavedTensor, unpack
 from .offload import ActivationOffload
 from .selection import Rows, View, rows_or_reason
 from .store import Held, RowStore
+
+_log = logging.getLogger("fsdp_offload")
 
 
 class SavedRows:
@@ -107,10 +110,11 @@ class StashGroup:
         self._outer = outer if isinstance(outer, ActivationOffload) else None
         if hook is not None and self._outer is None and not self._store.is_open:
             self._store.counts["inactive_groups"] += 1
-            self._store.log_once(
-                "PagedStash: a group does nothing inside activation checkpointing or "
-                "other hooks for saved tensors"
-            )
+            if self._store.counts["inactive_groups"] == 1:
+                _log.info(
+                    "PagedStash: a group does nothing inside activation checkpointing or "
+                    "other hooks for saved tensors"
+                )
             return self
         self._store.open()
         hooks = torch.autograd.graph.saved_tensors_hooks
@@ -119,8 +123,8 @@ class StashGroup:
         return self
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        self.leave(takes=error is None)
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.leave(takes=kind is None)
 
     def leave(self, *, takes: bool) -> None:
         """Close the group; ``takes``: copy saved tensors away, else keep them."""

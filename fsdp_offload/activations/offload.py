@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections import Counter
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Final, NamedTuple, NoReturn
 
 import torch
@@ -39,8 +38,7 @@ class OffloadStatistics:
     inactive: int  # entered inside activation checkpointing or other hooks: no effect
     taken: int  # saved tensors that went into batches
     ranges: int  # memory ranges of these tensors
-    kept: dict[str, int]  # saved tensors that stayed on the device, by reason
-    kept_bytes: dict[str, int]
+    kept_bytes: dict[str, int]  # of saved tensors that stayed on the device, by reason
     full_batches: int  # batches that stayed on the device, because host memory was full
     live_batches: int  # batches before their backward
     sent_bytes: int  # to host memory
@@ -105,8 +103,7 @@ class ActivationOffload:
         self._copies = BatchCopies(self._backend, pool, n_bytes, inflight, share)
         self._hooks: list[torch.autograd.graph.saved_tensors_hooks | None] = []
         self._known: dict[int, list[_Known]] = {}  # by storage
-        self._counts: Counter[str] = Counter()
-        self._kept: Counter[str] = Counter()
+        self._counts = self._copies.counts
         self._kept_bytes: Counter[str] = Counter()
         self._ranges_before = 0  # this iteration
         self._pid, self._thread, self._is_closed = os.getpid(), 0, False
@@ -147,15 +144,10 @@ class ActivationOffload:
         return self
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         hooks = self._hooks.pop()
         if hooks is not None:
-            hooks.__exit__(kind, error, traceback)
+            hooks.__exit__(*error)
             self._copies.end_forward()
 
     def _check_usable(self) -> None:
@@ -175,11 +167,11 @@ class ActivationOffload:
             )
 
     def _begin_iteration(self) -> None:
-        copies, counts = self._copies, self._counts
+        counts = self._counts
         if counts["iterations"] and counts["ranges"] == self._ranges_before:
             return  # nothing was saved, as in an evaluation
         counts["iterations"] += 1
-        copies.first_index, self._ranges_before = copies.counts["batches"], counts["ranges"]
+        self._copies.first_index, self._ranges_before = counts["batches"], counts["ranges"]
         self._known.clear()
 
     def _pack(self, tensor: Tensor) -> SavedTensor:
@@ -195,7 +187,6 @@ class ActivationOffload:
         if isinstance(span, ByteRange) and self._backend.is_capturing():
             span = "a CUDA graph capture"
         if isinstance(span, str):
-            self._kept[span] += 1
             self._kept_bytes[span] += tensor.numel() * tensor.itemsize
             handle.keep()
             return
@@ -225,15 +216,17 @@ class ActivationOffload:
 
     def statistics(self) -> OffloadStatistics:
         """Return counters and memory. Also releases device memory whose copies have ended."""
-        copies, own = self._copies, ("iterations", "inactive", "taken", "ranges")
+        copies, counts = self._copies, self._counts
         live = len(copies.live())
-        others = ("full_batches", "waits_for_room")
         return OffloadStatistics(
-            **{name: self._counts[name] for name in own},
-            **{name: copies.counts[name] for name in others},
+            iterations=counts["iterations"],
+            inactive=counts["inactive"],
+            taken=counts["taken"],
+            ranges=counts["ranges"],
+            full_batches=counts["full_batches"],
+            waits_for_room=counts["waits_for_room"],
             sent_bytes=copies.link.stored_bytes,
             returned_bytes=copies.link.fetched_bytes,
-            kept=dict(self._kept),
             kept_bytes=dict(self._kept_bytes),
             live_batches=live,
             host_bytes=copies.intervals.n_bytes,

@@ -78,10 +78,9 @@ class PagePool:
             memory.numel() // self.page_words for memory in (self.near, self.far)
         )
         self.backend, self.device = backend, backend.device
-        device = self.device
-        self.free = torch.arange(self.n_near + self.n_far, dtype=torch.int32, device=device)
-        self.tops = torch.tensor([self.n_near, self.n_far], device=device)
-        self.flags = torch.zeros(FLAGS_NUMEL, dtype=torch.int64, device=device)
+        self.free = torch.arange(self.n_near + self.n_far, dtype=torch.int32, device=self.device)
+        self.tops = torch.tensor([self.n_near, self.n_far], device=self.device)
+        self.flags = torch.zeros(FLAGS_NUMEL, dtype=torch.int64, device=self.device)
         self.kernels = kernels
         self._tables: list[PageTable] = []
         self._tables_to_capture: list[PageTable] = []

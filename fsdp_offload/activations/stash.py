@@ -323,11 +323,13 @@ class PagedStash:
         self._store.counts["repeats"] += 1
         with self.exact():
             result, flags = self._attempt(fn, True, process_group)
-        need = self._store.most_pages * self._store.page_bytes
-        self._store.log_once(
-            "PagedStash: pages ran out, so run() repeated the work. It needs "
-            f"{brief(need)}: call prepare() again, or pass a larger device_bytes"
-        )
+        if self._store.counts["repeats"] == 1:
+            need = self._store.most_pages * self._store.page_bytes
+            _log.info(
+                "PagedStash: pages ran out, so run() repeated the work. It needs %s: call "
+                "prepare() again, or pass a larger device_bytes",
+                brief(need),
+            )
         _raise_if_set(flags)
         return result
 
