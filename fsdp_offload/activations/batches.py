@@ -67,7 +67,7 @@ class SavedRange(MemoryRange):
             self.is_written = True
 
     def restored(self) -> Tensor:
-        """As of :class:`MemoryRange`.
+        """See :class:`MemoryRange`.
 
         Raises:
             ActivationError: an in-place operation wrote to it before its copy had ended.

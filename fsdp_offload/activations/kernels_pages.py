@@ -19,10 +19,9 @@ from .pages import MOST_RANGES, NEAR, ROWS, TOTAL, PagePool, PageTable
 
 CAN_CAPTURE: Final = True
 
+# Two per multiprocessor: 92 % of the speed of ``copy_`` on an H200; 132 reach 80 %.
 PROGRAMS: Final = 264
-"""Two per multiprocessor: 92 % of the speed of ``copy_`` on an H200; 132 reach 80 %."""
-TILE: Final = 2048
-"""Words that a program moves at a time: four accesses of 16 bytes per thread."""
+TILE: Final = 2048  # words that a program moves at a time: four accesses of 16 bytes per thread
 BLOCK: Final = 1024
 _TOTAL: tl.constexpr = tl.constexpr(TOTAL)
 _NEAR: tl.constexpr = tl.constexpr(NEAR)

@@ -27,12 +27,9 @@ from ..core.backend import Backend
 from ..core.errors import ActivationError
 from ..link import HostRange
 
-MOST_RANGES: Final = 8
-"""Memory ranges per table."""
-RECORD_NUMEL: Final = 16
-"""Elements of a record: the first page number of each range, then the places below."""
-TOTAL, NEAR, ROWS = 8, 9, 10
-"""Places in a record: all pages, near pages, rows."""
+MOST_RANGES: Final = 8  # memory ranges per table
+RECORD_NUMEL: Final = 16  # the first page number of each range, then the places below
+TOTAL, NEAR, ROWS = 8, 9, 10  # places in a record: all pages, near pages, rows
 OVERFLOWS, INVALID, INVALID_ROWS, MOST_NEAR, MOST_FAR = range(5)
 """Places in the flags: overflows, invalid counts, the rows of one, and the most pages in use."""
 FLAGS_NUMEL: Final = 8
@@ -57,7 +54,7 @@ class PagePool:
         backend: of the device.
         page_bytes: a power of two.
         near: int64, 1-D, contiguous, on the device: at least one whole page.
-        kernels: as of :func:`.stash.page_kernels`.
+        kernels: see :func:`.stash.page_kernels`.
         arena: memory of the far pages; None without far pages.
     """
 

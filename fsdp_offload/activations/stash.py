@@ -137,7 +137,7 @@ class PagedStash:
                 y = combine(experts(routed, counts))
 
         Args:
-            x: as of :meth:`.StashGroup.rows`, if the buffer already exists.
+            x: see :meth:`.StashGroup.rows`. Pass it if the buffer already exists.
             rows: number of its rows in use.
 
         Raises:
@@ -297,13 +297,13 @@ class PagedStash:
         Args:
             fn: a forward, or a forward and backward. Its argument says whether it is repeated; then
                 a dispatcher enlarges a buffer that was too small.
-            process_group: as of :meth:`check`.
+            process_group: see :meth:`check`.
 
         Returns:
             The result of ``fn``.
 
         Raises:
-            StashOverflowError: the repetition overflowed, too, because its buffers are too small.
+            StashOverflowError: the repetition has too small buffers as well.
             ActivationError: ``fn`` raised on another rank.
             DeviceError: inside a CUDA graph capture.
         """

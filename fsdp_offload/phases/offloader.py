@@ -369,7 +369,8 @@ class PhaseOffloader:
         return (*parameters.items(), *buffers)
 
     def _blocks(self, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, list[OwnedBlock]]]:
-        """Yield kinds with the blocks that move; each storage once, and none of a kept kind."""
+        """Yield each kind with the blocks that move. A storage moves once, and not at all if a kept
+        kind has it."""
         known: set[int] = set()
         kept = [kind for kind in KINDS if self._policies[kind] == "keep"]
         for kind in kept:
@@ -382,7 +383,7 @@ class PhaseOffloader:
                     continue
                 if storage.resizable():
                     found.append(StorageBlock(f"{kind}.{name}", storage))
-                elif self._backend.device.type != "cpu":  # on the CPU it may as well stay
+                elif self._backend.device.type != "cpu":  # on the CPU it can stay
                     raise UnsupportedParameterError(
                         f"{kind} {name}",
                         reason="torch does not own its memory, so it cannot free it",
@@ -431,7 +432,7 @@ def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tupl
     Args:
         out: the set to offload.
         in_: the set to reload; if device memory is short, into memory that ``out`` has freed.
-        wait: as of :meth:`PhaseOffloader.reload`. The call itself waits until ``out`` has freed as
+        wait: see :meth:`PhaseOffloader.reload`. The call itself waits until ``out`` has freed as
             much as ``in_`` needs.
 
     Returns:
@@ -439,7 +440,7 @@ def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tupl
 
     Raises:
         DeviceMemoryError: ``in_`` does not fit in the memory of ``out``; both are offloaded.
-        HostMemoryError, PinningError, UnspentGradientError, SpentGradientError: as of
+        HostMemoryError, PinningError, UnspentGradientError, SpentGradientError: see
             :meth:`PhaseOffloader.offload`; ``out`` stays on the device, and ``in_`` is offloaded.
         ClosedError: one of them is closed; nothing moved.
     """

@@ -52,7 +52,8 @@ class FixedMemory:
         address_range.driver_of(device)
         self._name, self._device, self._chunk_bytes = name, device, chunk_bytes
         self._owner = None if owner is None else weakref.ref(owner)
-        self.ranges: dict[AddressRange, list[torch.UntypedStorage]] = {}  # with what was moved in
+        # With the storages that moved in.
+        self.ranges: dict[AddressRange, list[torch.UntypedStorage]] = {}
 
     @property
     def n_bytes(self) -> int:
@@ -147,8 +148,10 @@ def _make_ordinary(storage: torch.UntypedStorage) -> None:
 
 
 def is_movable(storage: torch.UntypedStorage, offloader: object) -> bool:
-    """Whether a storage moves by itself: not one in a region, which its owner pauses, nor one whose
-    address ``offloader`` keeps. A storage of a dead offloader gets ordinary memory.
+    """Whether ``offloader`` moves a storage by itself, not with its address range.
+
+    The owner of a region pauses its storages. ``offloader`` moves storages whose addresses it keeps
+    in chunks. A storage whose offloader is dead gets ordinary memory.
 
     Raises:
         ConfigError: another PhaseOffloader keeps its address.
@@ -260,7 +263,7 @@ class FixedAddressRegion:
         """Allocate a contiguous tensor in the region, uninitialised.
 
         Args:
-            shape: sizes, as of ``torch.empty``.
+            shape: sizes, as in ``torch.empty``.
             dtype: any; ``None`` is torch's default.
 
         Raises:
@@ -346,7 +349,7 @@ class FixedAddressRegion:
         Raises:
             DeviceMemoryError: device memory is short. The region stays paused, with its contents in
                 host memory; a later call may succeed.
-            ClosedError: as of :meth:`pause`.
+            ClosedError: the region is closed, or belongs to another process.
         """
         self._check_open("resume()")
         if self._is_paused:

