@@ -48,17 +48,12 @@ class Scratch:
             storage.resize_(self.memory.nbytes)
 
     @staticmethod
-    def bytes_for(numel: int, compute: torch.dtype, shard: torch.dtype, moments: int = 0) -> int:
-        """Return the bytes for a bucket of ``numel`` elements with remainders, and ``moments``
-        packed moments."""
-        return numel * ((2 + moments) * compute.itemsize + shard.itemsize)
-
-    @classmethod
-    def bytes_of(cls, param: ParamState, numel: int) -> int:
+    def bytes_of(param: ParamState, numel: int) -> int:
         """Return the bytes for a bucket of ``numel`` elements of parameters like ``param``."""
-        if param.form is MasterForm.SHARD:
-            return numel * len(param.moments) * param.compute_dtype.itemsize
-        return cls.bytes_for(numel, param.compute_dtype, param.info.dtype, len(param.moments))
+        per_numel = len(param.moments) * param.compute_dtype.itemsize
+        if param.form is not MasterForm.SHARD:  # master and gradient, and a gathered shard
+            per_numel += 2 * param.compute_dtype.itemsize + param.info.dtype.itemsize
+        return numel * per_numel
 
     def cut(self, numel: int, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
         """Cut one 1-D view of ``numel`` elements per dtype, one after the other."""
@@ -305,7 +300,7 @@ class BucketUpdate:
             return
         self._unpack_moments(gradients)
         is_complete = all(gradient is not None for gradient in gradients)
-        self._unpack()
+        self._unpack()  # also slices without a gradient: one kernel for all costs less
         self._shadow.step(self._prepare(gradients, is_complete), snapshot)
         self._pack(gradients, is_complete)
         self._pack_moments(gradients)
@@ -353,6 +348,8 @@ class BucketUpdate:
         if self._form is not MasterForm.REMAINDER:
             return
         for index, (value, remainder, master) in enumerate(self._codes):
+            # Gathered slices without a gradient get the remainder that they had: its bits are the
+            # low half of the master, which no update has changed.
             if self._gathered or is_complete or gradients[index] is not None:
                 codec.encode(master, value, remainder)
         if self._gathered:

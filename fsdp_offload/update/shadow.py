@@ -119,9 +119,9 @@ class Shadow:
             for sliced, _ in present:
                 state.pop(sliced.tensor, None)
         elif not self._trusted:
-            # The user's own class may put new values there, which _adopt copies after the call.
+            # The user's own class may replace entries of these copies; _adopt takes the new values.
             state.update((sliced.tensor, dict(sliced.state)) for sliced, _ in present)
-        elif not self._has_all_state:
+        elif not self._has_all_state:  # torch's classes keep the dicts, so once is enough
             state.update((each.tensor, each.state) for each in self.slices if each.stepped)
             self._has_all_state = all(each.stepped for each in self.slices)
 
