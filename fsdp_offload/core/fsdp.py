@@ -230,21 +230,20 @@ class Group:
 
     def watch(self, index: int, watcher: Watcher, backend: Backend) -> Callable[[], None]:
         """Call ``watcher``, which is not kept alive; returns a function that ends this."""
-        find = weakref.ref(watcher)
-        methods: dict[str, Callable[..., None]] = {
-            "unshard": self._unshard,
-            "wait_for_unshard": self._wait_for_unshard,
-            "post_backward": self._post_backward,
-        }
-        return self._replace(find, methods, index, backend)
+        return self._replace(
+            (weakref.ref(watcher), index, backend),
+            unshard=self._unshard,
+            wait_for_unshard=self._wait_for_unshard,
+            post_backward=self._post_backward,
+        )
 
     def _replace(
-        self, find: Callable[[], object], methods: dict[str, Callable[..., None]], *args: Any
+        self, args: tuple[Callable[[], object], int, Backend], **methods: Callable[..., None]
     ) -> Callable[[], None]:
         for name, method in methods.items():
             original = getattr(self._raw, name)
-            self._raw.__dict__[name] = functools.partial(method, find, *args, original)
-        return functools.partial(_unwatch, weakref.ref(self._raw), find, tuple(methods))
+            self._raw.__dict__[name] = functools.partial(method, *args, original)
+        return functools.partial(_unwatch, weakref.ref(self._raw), args[0], tuple(methods))
 
     @property
     def shards(self) -> list[GroupShard]:
@@ -254,12 +253,9 @@ class Group:
     def lend(self, index: int, lender: Lender, backend: Backend) -> Callable[[], None]:
         """Gather from memory of ``lender``, which is not kept alive; returns a function that ends
         this."""
-        find = weakref.ref(lender)
-        methods: dict[str, Callable[..., None]] = {
-            "unshard": self._lend_to_unshard,
-            "wait_for_unshard": self._lend_to_wait,
-        }
-        return self._replace(find, methods, index, backend)
+        args = weakref.ref(lender), index, backend
+        unshard, wait = self._lend_to_unshard, self._lend_to_wait
+        return self._replace(args, unshard=unshard, wait_for_unshard=wait)
 
     # ------------------------------------------------------------------ while shards are away
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ..core import dtensor
 from ..plan import Bucket, Kind, Slice
 from . import codec
-from .moments import Kept, Moment, PackedMoment
+from .moments import Kept, Moment, PackedMoment, pack, unpack
 from .one_kernel import OneKernelAdam, StepPowers
 from .params import REMAINDER_KIND, MasterForm, ParamState, SliceState, Snapshot
 from .shadow import Shadow
@@ -309,7 +309,7 @@ class BucketUpdate:
         for sliced, gradient, packed in zip(self.slices, gradients, self._packed, strict=True):
             if gradient is not None and sliced.stepped:
                 for each in packed:
-                    each.unpack()
+                    unpack(each.moment, *each.kept, each.values)
 
     def _pack_moments(self, gradients: list[Tensor | None]) -> None:
         for sliced, gradient, packed in zip(self.slices, gradients, self._packed, strict=True):
@@ -317,7 +317,8 @@ class BucketUpdate:
                 continue
             sliced.updates += 1
             for each in packed:
-                each.pack(sliced.rng_key(each.moment.position // 2))
+                rng_key = sliced.rng_key(each.moment.position // 2)
+                pack(each.moment, each.values, *each.kept, rng_key)
 
     def _unpack(self) -> None:
         if self._form is MasterForm.WHOLE:
