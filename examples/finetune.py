@@ -76,8 +76,23 @@ def build(config, args):
     return model.train()
 
 
+def check(args, runs, exported):
+    """Refuse before the training what would fail after it, or replace another job's checkpoints."""
+    if args.model.is_dir() and not any(args.model.glob("*.safetensors")):
+        config = args.model / "config.json"
+        raise SystemExit(f"{args.model} has no *.safetensors; for random weights, pass {config}")
+    if not args.texts.is_dir():
+        raise SystemExit(f"{args.texts} is not there, or not a folder: name a folder of text files")
+    if not args.resume and checkpoint.latest(runs):
+        raise SystemExit(f"{runs} holds checkpoints: go on with --resume, or use another --out")
+    if exported.exists():
+        raise SystemExit(f"{exported} exists already: give more --steps, or use another --out")
+
+
 def main():
     args = parser.parse_args()
+    runs, exported = args.out / "checkpoints", args.out / f"model-{args.steps:06d}"
+    check(args, runs, exported)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
@@ -91,8 +106,10 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
     tokens = read_tokens(args.texts, tokenizer, config.vocab_size)
     say(f"{len(tokens):,} tokens of text, {world} x {device.type}")
-    if args.batch % world or args.seq > len(tokens):
-        raise SystemExit("--batch has to be a multiple of the ranks, --seq no more than the text")
+    if args.batch % world:
+        raise SystemExit(f"--batch {args.batch} is not a multiple of {world} ranks")
+    if args.seq > len(tokens):
+        raise SystemExit(f"--seq {args.seq} is more than the {len(tokens)} tokens of {args.texts}")
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     optimizer = HybridDeviceOptimizer(optimizer, model, offload=args.offload)  # <- the one line
@@ -102,13 +119,14 @@ def main():
         return min((step + 1) / max(1, args.warmup), cosine)
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    first, runs = 0, args.out / "checkpoints"
-    latest = checkpoint.latest(runs)  # complete ones only, whatever a kill has left
-    if args.resume and latest:
+    first, latest = 0, checkpoint.latest(runs)  # complete ones only, whatever a kill has left
+    if latest:
         extra = checkpoint.load(latest, model, optimizer)
         scheduler.load_state_dict(extra["scheduler"])
         first = extra["step"]
         say(f"resumed at step {first}")
+    elif args.resume:
+        say(f"no checkpoint in {runs}: begins at step 0")
 
     logged, begin = first, time.perf_counter()
     for step in range(first + 1, args.steps + 1):
@@ -135,7 +153,6 @@ def main():
     say(optimizer)
     if device.type != "cpu":
         say(f"GPU peak {torch.accelerator.max_memory_allocated() / 2**30:.1f} GiB")
-    exported = args.out / f"model-{args.steps:06d}"
     checkpoint.export_safetensors(model, exported)
     if rank == 0:
         model.config.save_pretrained(exported)

@@ -27,9 +27,13 @@ optimizer = HybridDeviceOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 first = 0
 newest = checkpoint.latest(args.folder)  # complete ones only, whatever a kill has left
-if args.resume and newest:
+if args.resume and not newest:
+    print(f"no checkpoint in {args.folder}: begins at step 0", flush=True)
+elif args.resume:
     first = checkpoint.load(newest, model, optimizer)["step"]
     print(f"resumed at step {first}", flush=True)
+if first >= args.steps:
+    print(f"nothing left to train: give more than --steps {args.steps}", flush=True)
 
 for step in range(first, args.steps):
     batch = torch.randn(16, 32, generator=torch.Generator().manual_seed(step)).to(device)

@@ -101,8 +101,9 @@ def test_gpt_trains_on_two_ranks_and_goes_on_on_one(tmp_path: Path) -> None:
 
 TWICE = """
 import runpy, sys
-for steps in "57":
-    sys.argv = [*sys.argv[1:], steps] if steps == "5" else [*sys.argv[:-1], steps]
+command = sys.argv[1:]
+for steps in "557":
+    sys.argv = [*command, steps]
     runpy.run_path(sys.argv[0], run_name="__main__")
     print("again", flush=True) if steps == "5" else None
 assert "numpy" not in sys.modules
@@ -126,7 +127,9 @@ def test_minimal_saves_and_resumes_on_one_rank_without_numpy(
         output = finish(start([*command, "7"], **ALONE))
     else:
         both = finish(start(["-c", TWICE, *command], **ALONE))
-        first, output = both.split("again\n")
+        first, done, output = both.split("again\n")
+        assert done == "resumed at step 5\nnothing left to train: give more than --steps 5\n"
+    assert f"no checkpoint in {folder}: begins at step 0" in first
     assert sorted(losses(first)) == list(range(5))
     assert "resumed at step 5" in output
     assert sorted(losses(output)) == [5, 6]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,10 +16,11 @@ DEFAULT_ROWS: Final = (
     "cpuoffload-torchclip"
 )
 """Default of ``bench --rows``."""
-CARDS: Final = (
-    "h100-80", "h200", "b200", "gh200", "a100-80", "a100-40", "l40s", "rtx-4090", "rtx-5090",
-)  # fmt: skip
-"""GPUs of :mod:`..plan.estimate`, which imports torch."""
+CARDS_GIB: Final = {
+    "h100-80": 79.2, "h200": 139.8, "b200": 178.0, "gh200": 94.5, "a100-80": 79.1, "a100-40": 39.4,
+    "l40s": 44.4, "rtx-3090": 23.5, "rtx-4090": 23.5, "rtx-5090": 31.4,
+}  # fmt: skip
+"""GiB of memory of one GPU."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -48,6 +50,21 @@ def at_least(least: float, kind: type[int] | type[float] = int) -> Callable[[str
     return read
 
 
+def gpu(text: str) -> str:
+    """Return the card of :data:`CARDS_GIB` that ``text`` names, or ``text`` if it is a size."""
+
+    def key(name: str) -> str:
+        return re.sub(r"nvidia|geforce|rtx|gb$|[^a-z0-9]", "", name.lower())
+
+    found = [card for card in CARDS_GIB if key(text) in (key(card), card.partition("-")[0])]
+    if len(found) == 1:
+        return found[0]
+    if re.fullmatch(r"\s*\d+(\.\d+)?\s*[gt]i?b\s*", text.lower()):
+        return text.strip()
+    known = ", ".join(CARDS_GIB)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a size, such as 24GiB, nor one of {known}")
+
+
 def doctor(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``doctor``."""
     parser.add_argument("--device", type=int, default=0, help="index of the CUDA device")
@@ -61,8 +78,8 @@ def plan(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--params", help=params)
     size.add_argument("--config", type=Path, help="config.json of a Hugging Face model")
     add("--gpus", type=at_least(1), default=1, help="GPUs that share the model")
-    cards = "GPU model: " + ", ".join(CARDS)
-    add("--gpu", choices=CARDS, default="h100-80", help=cards, metavar="CARD")
+    cards = f"its memory, such as 24GiB, or its model: {', '.join(CARDS_GIB)}"
+    add("--gpu", type=gpu, default="h100-80", help=cards, metavar="CARD")
     link = "GB/s between GPU and host, each way with both busy, as `doctor` measures it"
     add("--link", type=at_least(0.1, float), help=link)
     compute = "milliseconds of an iteration in which nothing moves over the link"

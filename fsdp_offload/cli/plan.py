@@ -7,13 +7,13 @@ import json
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 from ..core.config import GIB, parse_bytes
 from ..core.errors import ConfigError
+from ..link.budget import host_memory
 from ..plan.estimate import (
-    CARDS,
     MOST_GPUS,
     Estimate,
     Model,
@@ -22,8 +22,10 @@ from ..plan.estimate import (
     estimate,
     fewest_gpus,
 )
+from .arguments import CARDS_GIB
 
-Bounds = tuple[float, float] | None
+LINKS_GBPS: Final = {"h100-80": 46.5}
+"""Of one GPU alone on its host, GB/s each way with both busy, as measured: see docs/memory.md."""
 _UNITS: Final = {"M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 _NAMES: Final[dict[str, tuple[str, ...]]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -43,10 +45,11 @@ def run(options: argparse.Namespace) -> int:
     """Print the plan; returns 1 if the job does not fit.
 
     Raises:
-        ConfigError: the options do not give the size of the model.
+        ConfigError: the options do not give the size of the model or of the GPU.
     """
     model = model_of(options)
-    memory_bytes = CARDS[options.gpu]
+    card = CARDS_GIB.get(options.gpu)
+    memory_bytes = parse_bytes(options.gpu, "--gpu") if card is None else int(card * GIB)
     work = Workload(
         tokens=options.tokens,
         gpus=options.gpus,
@@ -58,18 +61,39 @@ def run(options: argparse.Namespace) -> int:
     given = options.device_memory
     found = estimate(model, work, memory_bytes, None if given == "auto" else parse_bytes(given))
     fewest = fewest_gpus(model, work, memory_bytes)
-    bounds: Bounds = None
-    if found is not None and None not in (options.compute_ms, options.link):
-        bounds = bounds_ms(found.travels_bytes, options.compute_ms, options.link)
+    link = options.link or (LINKS_GBPS.get(options.gpu) if options.gpus == 1 else None)
+    bounds = None
+    if found.fits and options.compute_ms is not None and link is not None:
+        bounds = bounds_ms(found.travels_bytes, options.compute_ms, link)
     if options.json:
         more = ("travels_bytes", "in_bytes", "out_bytes")
-        figures = found and asdict(found) | {name: getattr(found, name) for name in more}
+        figures = asdict(found) | {name: getattr(found, name) for name in more}
         report = {"model": asdict(model), "work": asdict(work), "memory_bytes": memory_bytes}
-        report |= {"fits": found is not None, "fewest_gpus": fewest, "estimate": figures}
+        report |= {"fits": found.fits, "fewest_gpus": fewest, "estimate": figures}
         print(json.dumps(report | {"bounds_ms": bounds}, indent=1))
+        return int(not found.fits)
+    least = estimate(model, replace(work, offload="all"), memory_bytes, 0)
+    print(sizes_text(model, work, options.gpu, memory_bytes, found))
+    if found.fits:
+        print(f"time per iteration: {_time(found, options.compute_ms, link)}")
     else:
-        print(text_of(model, work, options.gpu, found, bounds, fewest))
-    return 0 if found is not None else 1
+        kept_bytes = memory_bytes + found.missing_bytes - found.peak_bytes
+        print(
+            f"The job does not fit: {found.missing_bytes / GIB:.2f} GiB are missing. CUDA and a "
+            f"margin take {kept_bytes / GIB:.2f} of the GPU's memory."
+        )
+        if least.fits:
+            print(
+                f"hint: --offload all --device-memory 0 fits: {least.peak_bytes / GIB:.2f} GiB on "
+                f"the GPU, {least.host_bytes / GIB:.2f} GiB of host memory"
+            )
+    shown = found if found.fits or not least.fits else least
+    here_bytes = min((each.total_bytes for each in host_memory()), default=math.inf)
+    if shown.host_bytes > here_bytes:
+        print(f"note: this machine has {here_bytes / GIB:.2f} GiB of host memory, which is less")
+    enough = f"more than {MOST_GPUS}; try fewer --tokens" if fewest is None else str(fewest)
+    print(f"fewest GPUs that hold the job: {enough}")
+    return int(not found.fits)
 
 
 # --------------------------------------------------------------------------- what is asked
@@ -92,10 +116,12 @@ def number_of(text: str) -> float:
     unit = _UNITS.get(text[-1:].upper())
     with suppress(ValueError):
         number = float(text[:-1]) * unit if unit else float(text)
-        if 0 < number < math.inf:
+        if 1e6 <= number < math.inf:
             return number
     raise ConfigError(
-        f"--params {text}", reason="not a number of parameters", remedy="write 8e9, 8B or 500M"
+        f"--params {text}",
+        reason="not a number of parameters, or below a million",
+        remedy="write 8B or 8e9 for 8 billion, 500M for 500 million",
     )
 
 
@@ -139,48 +165,48 @@ def _field(config: Mapping[str, Any], name: str, default: int | None = None) -> 
 # --------------------------------------------------------------------------- what is said
 
 
-def text_of(
-    model: Model,
-    work: Workload,
-    card: str,
-    found: Estimate | None,
-    bounds: Bounds,
-    fewest: int | None,
-) -> str:
-    """Format the plan, a line for each figure."""
+def sizes_text(model: Model, work: Workload, card: str, memory_bytes: int, found: Estimate) -> str:
+    """Format the bytes of a job, a line for each kind."""
     weights = "bf16" if work.shard_bytes == 2 else "fp32"
-    memory = f"{CARDS[card] / GIB:.1f}"
+    stay = " that stay" if work.offload == "all" else ""
+    # FSDP2 copies weights before their use even where there is nothing to gather.
+    copies = "all-gathered parameters" if work.gpus > 1 else "FSDP2's copies of weights in use"
+    sizes: dict[str, float | None] = {
+        "GiB of memory on each GPU": None,
+        f"weights{stay}": found.weights_bytes,
+        f"gradients{stay}": found.gradients_bytes,
+        copies: found.unsharded_bytes,
+        "activations and logits": found.activations_bytes,
+        "optimizer state that stays": found.stays_bytes,
+        "transfer slots": found.slots_bytes,
+        f"peak (the GPU has {memory_bytes / GIB:.1f})": found.peak_bytes,
+        "GiB of host memory and transfers, for each GPU": None,
+        "page-locked memory": found.host_bytes,
+    }
+    if work.offload == "state":
+        sizes["moved each way, per iteration"] = found.travels_bytes
+    else:
+        sizes |= {"moved to the GPU, per iteration": found.in_bytes}
+        sizes |= {"moved to the host, per iteration": found.out_bytes}
     lines = [
-        f"{model.params / 1e9:.2f}B parameters ({model.layers} blocks, {model.width} wide), "
+        f"{_count(model.params)} parameters ({model.layers} blocks, {model.width} wide), "
         f"{weights} weights, {work.moments} moments, {work.gpus} x {card}, "
         f"{work.tokens} tokens per GPU",
         "",
     ]
-    if found is None:
-        lines.append(f"The job does not fit into {memory} GiB.")
-    else:
-        stay = " that stay" if work.offload == "all" else ""
-        sizes: dict[str, float | None] = {
-            "GiB of memory on each GPU": None,
-            f"weights{stay}": found.weights_bytes,
-            f"gradients{stay}": found.gradients_bytes,
-            "all-gathered parameters": found.unsharded_bytes,
-            "activations and logits": found.activations_bytes,
-            "optimizer state that stays": found.stays_bytes,
-            "transfer slots": found.slots_bytes,
-            f"peak (the GPU has {memory})": found.peak_bytes,
-            "GiB of host memory and transfers, for each GPU": None,
-            "page-locked memory": found.host_bytes,
-        }
-        if work.offload == "state":
-            sizes["moved each way, per iteration"] = found.travels_bytes
-        else:
-            sizes |= {"moved to the GPU, per iteration": found.in_bytes}
-            sizes |= {"moved to the host, per iteration": found.out_bytes}
-        lines += [s if n is None else f"  {s:<34}{n / GIB:8.2f}" for s, n in sizes.items()]
-        figures = "unknown without --compute-ms and --link"
-        if bounds is not None:
-            figures = "{:.0f} to {:.0f} ms".format(*bounds)
-        lines.append(f"time per iteration: {figures}")
-    enough = f"more than {MOST_GPUS}; try fewer --tokens" if fewest is None else str(fewest)
-    return "\n".join([*lines, f"fewest GPUs that hold the job: {enough}"])
+    lines += [s if n is None else f"  {s:<34}{n / GIB:8.2f}" for s, n in sizes.items()]
+    return "\n".join(lines)
+
+
+def _count(params: int) -> str:
+    return f"{params / 1e9:.2f}B" if params >= 1e8 else f"{params / 1e6:.1f}M"
+
+
+def _time(found: Estimate, compute_ms: float | None, link_gbps: float | None) -> str:
+    if link_gbps is None:
+        return "unknown without --link" + (" and --compute-ms" if compute_ms is None else "")
+    low, high = bounds_ms(found.travels_bytes, compute_ms or 0.0, link_gbps)
+    at = f"at {link_gbps:g} GB/s each way"
+    if compute_ms is None:
+        return f"at least {low:.0f} ms {at}; give --compute-ms for bounds"
+    return f"{low:.0f} to {high:.0f} ms {at}"

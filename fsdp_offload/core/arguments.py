@@ -110,8 +110,8 @@ def backend_of(
             raise UnsupportedParameterError(
                 f"a shard on {shard.device} of a {mesh_type} mesh",
                 reason="CPUOffloadPolicy (or a move by hand) keeps it off its device",
-                remedy="call fully_shard without offload_policy, or make the optimizer first, "
-                "HybridDeviceOptimizer(optimizer, model), which moves it",
+                remedy="call fsdp_offload.shard(model) or fully_shard without offload_policy, or "
+                "make the optimizer first, HybridDeviceOptimizer(optimizer, model), which moves it",
             )
         devices.setdefault(device, parameter)
     if len(devices) > 1:

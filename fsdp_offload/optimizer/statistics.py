@@ -71,8 +71,9 @@ class Statistics:
             f"parameters: {', '.join(lanes) or 'none'}",
             f"host memory for state: {_size(self.host_arena_bytes)}, "
             + (f"page-locked in {self.pin_seconds:.1f} s" if self.pinned else "pageable"),
-            f"device memory for state: {_size(self.device_state_bytes + self.staging_bytes)}; "
-            f"{self.staying_buckets} of {self.buckets} buckets stay between steps",
+            f"device memory for state: {_size(self.device_state_bytes + self.staging_bytes)}, "
+            f"with slots and scratch; {self.staying_buckets} of {self.buckets} buckets stay "
+            "between steps",
         ]
         if self.host_weight_bytes:
             lines.append(f"host memory for weights: {_size(self.host_weight_bytes)}")

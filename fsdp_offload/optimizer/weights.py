@@ -45,7 +45,7 @@ from .weight_slots import KEPT, STEP, Slot, WeightSlots, slot_count
 
 _ALIGNMENT: Final = 256
 """Bytes, of each shard in host memory and in a slot."""
-_WHAT: Final = "weights", "call fully_shard of smaller modules"
+_WHAT: Final = "weights", "call fsdp_offload.shard(model, blocks) or fully_shard of smaller modules"
 
 
 class LateUpdates(Protocol):

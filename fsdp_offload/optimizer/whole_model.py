@@ -82,7 +82,8 @@ def keep_on_host(
         raise ConfigError(
             'offload="all" without an FSDP2 module in model=',
             reason="weights are fetched when FSDP2 gathers them",
-            remedy='call fully_shard and pass model=, or use offload="state"',
+            remedy="call fsdp_offload.shard(model) or fully_shard and pass model=, or use "
+            'offload="state"',
         )
     trained = _trained(inner, config, steps_itself=steps_itself)
     movable = [

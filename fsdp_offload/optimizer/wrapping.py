@@ -62,7 +62,8 @@ def check_wrappable(optimizer: object) -> None:
         raise ConfigError(
             "an optimizer with no trainable parameter",
             reason="there is no state to offload",
-            remedy="build it after fully_shard, from parameters with requires_grad=True",
+            remedy="build it after fsdp_offload.shard(model) or fully_shard, from parameters with "
+            "requires_grad=True",
         )
 
 
@@ -124,7 +125,8 @@ def check_holds(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
         raise ConfigError(
             what,
             reason="fully_shard replaced the parameters after the optimizer was built",
-            remedy="call fully_shard, then build the optimizer, then wrap it",
+            remedy="call fsdp_offload.shard(model) or fully_shard, then build the optimizer, "
+            "then wrap it",
         )
     raise ConfigError(
         what,
@@ -177,7 +179,7 @@ def check_any_gradient(
         first = replaced[0]
         is_late = isinstance(now[names[first]], DTensor) and not isinstance(first, DTensor)
         cause = "fully_shard was called" if is_late else "the module's parameters were assigned"
-        order = "call fully_shard" if is_late else "assign them"
+        order = "call fsdp_offload.shard(model) or fully_shard" if is_late else "assign them"
         raise ConfigError(
             f"step() of {names[first]} and {len(replaced) - 1} other parameters that the "
             "model no longer has",
@@ -190,7 +192,9 @@ def check_any_gradient(
             "did not reach them, or zero_grad() came between backward() and step(). Remedy: call "
             "zero_grad() after step(), or before backward()%s",
             len(held),
-            "" if models else "; call fully_shard before the optimizer is built",
+            ""
+            if models
+            else "; call fsdp_offload.shard(model) or fully_shard before the optimizer is built",
         )
     return found
 

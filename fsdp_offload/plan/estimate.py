@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ..core.config import GIB, SMALL_BUCKET_BYTES
+from ..core.config import SMALL_BUCKET_BYTES
 from .residency import LEAST_SLOTS, margin_bytes, most_slots
 
 MOST_GPUS: Final = 4096
@@ -22,18 +22,6 @@ GATHER_SLOTS: Final = 3
 """Groups of offloaded weights on the device at a time."""
 GRADIENT_SLOTS: Final = 2
 """Groups of offloaded gradients on the device at a time."""
-CARDS: Final = {
-    "h100-80": int(79.2 * GIB),
-    "h200": int(139.8 * GIB),
-    "b200": int(178 * GIB),
-    "gh200": int(94.5 * GIB),
-    "a100-80": int(79.1 * GIB),
-    "a100-40": int(39.4 * GIB),
-    "l40s": int(44.4 * GIB),
-    "rtx-4090": int(23.5 * GIB),
-    "rtx-5090": int(31.4 * GIB),
-}
-"""Bytes of memory of one GPU."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +40,7 @@ class Model:
     def of_size(cls, params: float, vocabulary: int = 60000) -> Model:
         """Assume the usual shape for so many parameters: 128 elements of width per layer."""
         width = 128 * max(1, round((params * 128 / 12) ** (1 / 3) / 128))
+        vocabulary = min(vocabulary, int(params / 2 / width))  # else small models have no blocks
         layers = max(1, round((params - vocabulary * width) / (12 * width * width)))
         return cls(int(params), layers, width, vocabulary)
 
@@ -101,8 +90,15 @@ class Estimate:
     host_bytes: float
     peak_bytes: float
     """Peak of torch's allocator, with state that stays and slots."""
+    missing_bytes: float
+    """Bytes of the peak beyond the GPU's memory less CUDA's own and a margin; 0: the job fits."""
     weights_away_bytes: float = 0.0
     gradients_away_bytes: float = 0.0
+
+    @property
+    def fits(self) -> bool:
+        """Whether the job fits into the GPU."""
+        return self.missing_bytes == 0
 
     @property
     def in_bytes(self) -> float:
@@ -124,7 +120,7 @@ class Estimate:
 
 def estimate(
     model: Model, work: Workload, memory_bytes: int, device_memory_bytes: float | None = None
-) -> Estimate | None:
+) -> Estimate:
     """Estimate the memory of one GPU.
 
     Args:
@@ -133,9 +129,6 @@ def estimate(
         memory_bytes: memory of the GPU.
         device_memory_bytes: limit for state; ``None``: what remains, as with
             ``device_memory="auto"``.
-
-    Returns:
-        ``None`` if the job does not fit.
     """
     shards = model.params / work.gpus
     weights = gradients = work.shard_bytes * shards
@@ -145,7 +138,7 @@ def estimate(
     weights_stay, gradients_stay, lent = weights, gradients, 0.0
     if work.offload == "all" and device_memory_bytes is None:
         kept = estimate(model, replace(work, offload="state"), memory_bytes)
-        if kept is not None:  # state leaves first
+        if kept.fits:  # state leaves first
             return kept
     if work.offload == "all":
         free_bytes = total - _bare_peak(model, work, 0.0, 0.0, unsharded)
@@ -158,8 +151,6 @@ def estimate(
         shared = weights_stay + gradients_stay + lent if work.offload == "all" else 0.0
         allowed = min(most, max(0.0, device_memory_bytes - shared))
     stays, slots = _divide(state, max(0.0, allowed))
-    if stays + slots > most:
-        return None
     return Estimate(
         weights_bytes=weights_stay,
         gradients_bytes=gradients_stay,
@@ -170,6 +161,7 @@ def estimate(
         slots_bytes=slots + lent,
         host_bytes=state + weights - weights_stay + gradients - gradients_stay,
         peak_bytes=bare + stays + slots + lent,
+        missing_bytes=max(0.0, stays + slots - most),
         weights_away_bytes=weights - weights_stay,
         gradients_away_bytes=gradients - gradients_stay,
     )
@@ -230,7 +222,7 @@ def fewest_gpus(model: Model, work: Workload, memory_bytes: int) -> int | None:
     not."""
     gpus = 1
     while gpus <= MOST_GPUS:
-        if estimate(model, replace(work, gpus=gpus), memory_bytes) is not None:
+        if estimate(model, replace(work, gpus=gpus), memory_bytes).fits:
             return gpus
         gpus *= 2
     return None

@@ -218,6 +218,13 @@ def test_a_weight_of_another_kind_of_numbers_is_refused(
     assert_same(model.state_dict(), before)
 
 
+def test_a_pt_file_is_for_load_state_dict(tmp_path: Path) -> None:
+    path = tmp_path / "old.pt"
+    torch.save((model := layers(2)).state_dict(), path)
+    with pytest.raises(CheckpointError, match=r"Remedy: .*model.load_state_dict\(torch.load\(path"):
+        checkpoint.load(path, model)
+
+
 def test_masters_alone_are_loaded_where_the_class_can_keep_more(tmp_path: Path) -> None:
     """Of SGD without momentum they are all of the state."""
     pairs = []

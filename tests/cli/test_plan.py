@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fsdp_offload.cli import arguments
+from fsdp_offload.cli.arguments import CARDS_GIB
 from fsdp_offload.cli.main import main
-from fsdp_offload.plan.estimate import CARDS, Model, Workload, bounds_ms, estimate
+from fsdp_offload.link.budget import HostMemory
+from fsdp_offload.plan.estimate import Model, Workload, bounds_ms, estimate
 
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "vocab_size": 128256,
@@ -26,8 +28,30 @@ def plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str
     return code, json.loads(capsys.readouterr().out)
 
 
-def test_the_cards_are_those_of_the_estimate() -> None:
-    assert arguments.CARDS == tuple(CARDS)
+@pytest.fixture(autouse=True)
+def host(monkeypatch: pytest.MonkeyPatch) -> list[HostMemory]:
+    """Bounds of this machine's host memory, as ``plan`` sees them: none."""
+    bounds: list[HostMemory] = []
+    monkeypatch.setattr("fsdp_offload.cli.plan.host_memory", lambda: bounds)
+    return bounds
+
+
+@pytest.mark.parametrize(
+    ("word", "gib"),
+    [
+        ("RTX 4090", 23.5),
+        ("nvidia_geforce-RTX3090", 23.5),
+        ("5090", 31.4),
+        ("A100 40GB", 39.4),
+        ("H100", 79.2),
+        ("16 GiB", 16),
+    ],
+)
+def test_a_gpu_is_a_card_or_a_size(
+    word: str, gib: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, found = plan(capsys, "--params", "1B", "--gpu", word)
+    assert found["memory_bytes"] == int(gib * (1 << 30))
 
 
 def test_the_words_are_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,8 +61,7 @@ def test_the_words_are_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert (code, found["fits"]) == (0, True)
     work = Workload(4096, 4, False, 4, "int8")
     assert found["work"] == vars(work)
-    expected = estimate(Model.of_size(3e9), work, CARDS["h200"], 2 << 30)
-    assert expected is not None
+    expected = estimate(Model.of_size(3e9), work, int(CARDS_GIB["h200"] * (1 << 30)), 2 << 30)
     assert found["estimate"].items() >= vars(expected).items()
     assert found["bounds_ms"] == list(bounds_ms(expected.travels_bytes, 700, 30))
 
@@ -51,15 +74,39 @@ def test_text_has_a_line_for_each_figure(capsys: pytest.CaptureFixture[str]) -> 
     shown = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
     assert f"$ fsdp-offload plan --params 8B\n{text}" in shown
     assert main("plan --params 8B --device-memory 0 --compute-ms 1700 --link 40".split()) == 0
-    assert "time per iteration: 2000 to 3700 ms\n" in capsys.readouterr().out
+    assert "time per iteration: 2000 to 3700 ms at 40 GB/s each way\n" in capsys.readouterr().out
+    for more, missing in (("", " and --compute-ms"), ("--compute-ms 9", "")):
+        assert main(f"plan --params 8B --gpus 2 {more}".split()) == 0
+        text = capsys.readouterr().out
+        assert "all-gathered parameters" in text
+        assert f"time per iteration: unknown without --link{missing}\n" in text
 
 
-def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit(capsys: pytest.CaptureFixture[str], host: list[HostMemory]) -> None:
     assert main(["plan", "--params", "70B", "--gpu", "rtx-4090"]) == 1
-    end = "fit into 23.5 GiB.\nfewest GPUs that hold the job: more than 4096; try fewer --tokens\n"
-    assert end in capsys.readouterr().out
-    assert main(["plan", "--params", "8B", "--gpu", "rtx-4090", "--tokens", "4096"]) == 1
-    assert "fewest GPUs that hold the job: 2\n" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert text.endswith("fewest GPUs that hold the job: more than 4096; try fewer --tokens\n")
+    assert "hint" not in text
+
+    words = ["plan", "--params", "8B", "--gpu", "rtx-4090"]
+    host += [HostMemory("of the host", 0, 100 << 30), HostMemory("of a cgroup", 0, 80 << 30)]
+    assert main(words) == 1
+    text = capsys.readouterr().out
+    figures = dict(re.findall(r"^  (\w+).* (\d+\.\d\d)$", text, re.MULTILINE))
+    given = re.search(r"fit: (\S+) GiB are missing. CUDA and a margin take (\S+) of", text)
+    assert given is not None
+    missing, kept = map(float, given.groups())
+    assert float(figures["peak"]) == pytest.approx(23.5 - kept + missing, abs=0.02)
+    assert text.endswith(
+        "note: this machine has 80.00 GiB of host memory, which is less\n"
+        "fewest GPUs that hold the job: 2\n"
+    )
+    hint = re.search(r"hint: (.*) fits: (\S+) GiB on the GPU, (\S+) GiB of host memory\n", text)
+    assert hint is not None
+    assert main([*words, *hint[1].split()]) == 0  # the hint is true
+    text = capsys.readouterr().out
+    assert re.search(rf"^  peak .* {hint[2]}$", text, re.MULTILINE)
+    assert re.search(rf"^  page-locked memory .* {hint[3]}$", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("config", "params"), [(LLAMA, 8.03e9), (GPT2, 124.4e6)])
@@ -77,6 +124,7 @@ def test_a_config_of_hugging_face(
     [
         (["--params", "many"], "not a number of parameters"),
         (["--params", "inf"], "not a number of parameters"),
+        (["--params", "8"], "below a million. Remedy: write 8B"),
         (["--params", "8B", "--device-memory", "much"], "not a size"),
         (["--config", "nowhere.json"], "No such file"),
     ],
@@ -89,7 +137,7 @@ def test_what_is_refused(words: list[str], reason: str, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    "words", ["--gpu tpu", "--gpus 0", "--tokens 0", "--compute-ms x", "--link 0"]
+    "words", ["--gpu tpu", "--gpu a100", "--gpus 0", "--tokens 0", "--compute-ms x", "--link 0"]
 )
 def test_wrong_usage(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:

@@ -625,7 +625,7 @@ def refuse() -> None:
     model = build(dist.get_world_size())
     plain = nn.Linear(3, 3)
     message = raised(ConfigError, lambda: wrap(plain))
-    check("fully_shard" in message, message)
+    check("fsdp_offload.shard(model) or fully_shard" in message, message)
     message = raised(ConfigError, lambda: wrap(model, offload="weights"))
     check('"state" or "all"' in message, message)
     before = list(whole(model).values())

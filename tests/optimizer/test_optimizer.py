@@ -347,7 +347,10 @@ def test_staging_is_as_large_as_was_asked_for(device_memory: Any, expected: int)
     inner = torch.optim.AdamW(Model(shapes=((20_480,),)).parameters())
     transfer = TransferConfig(bucket_bytes="8KiB")
     optimizer = HybridDeviceOptimizer(inner, transfer=transfer, device_memory=device_memory)
-    assert optimizer.statistics().staging_bytes == expected * 8192
+    statistics = optimizer.statistics()
+    assert statistics.staging_bytes == expected * 8192
+    size = f"{expected * 8192 / (1 << 20):.1f} MiB"
+    assert f"device memory for state: {size}, with slots and scratch; " in str(statistics)
 
 
 # --------------------------------------------------------------------------- giving back

@@ -88,7 +88,7 @@ def wrong_models() -> None:
     mesh = models.flat_mesh(2)
     sharded, other = fully_shard(make(), mesh=mesh), fully_shard(make(1), mesh=mesh)
     for optimizer, model, word in (
-        (adamw(make()), sharded, "fully_shard replaced the parameters"),
+        (adamw(make()), sharded, r"replaced the parameters.*call fsdp_offload.shard\(model\) or"),
         (adamw(other), sharded, "another module"),
     ):
         with pytest.raises(ConfigError, match=word):
@@ -136,7 +136,11 @@ def shard_after_wrapping(part: bool) -> None:
     before = [bits(p).clone() for p in model.parameters()]
     with pytest.raises(ConfigError) as caught:
         optimizer.step()
-    for word in ("fully_shard", "0.weight", "then build the optimizer"):
+    for word in (
+        "call fsdp_offload.shard(model) or fully_shard",
+        "0.weight",
+        "then build the optimizer",
+    ):
         check(word in str(caught.value), str(caught.value))
     after = [bits(p) for p in model.parameters()]
     check(all(map(torch.equal, before, after)), "something was updated")

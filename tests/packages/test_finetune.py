@@ -115,6 +115,49 @@ def test_a_resumed_job_has_the_same_bits_and_exports_what_it_trained(
     assert not torch.equal(logits(trained), untrained)
 
 
+@pytest.mark.parametrize(
+    ("model", "texts", "out", "more", "message"),
+    [
+        ("model", "texts", "new", (), r"no \*.safetensors; for random weights, pass .*config.json"),
+        ("model/config.json", "nowhere", "new", (), "nowhere is not there"),
+        ("model/config.json", "texts", "old", (), "holds checkpoints: go on with --resume"),
+        ("model/config.json", "texts", "old", ("--resume",), "exists already: give more --steps"),
+        ("model/config.json", "texts", "old", ("--resume", "--steps=9"), None),
+        ("model/config.json", "texts", "new", (), None),
+    ],
+)
+def test_what_would_fail_after_the_training_is_refused_before_it(
+    model: str,
+    texts: str,
+    out: str,
+    more: tuple[str, ...],
+    message: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for folder in ("model", "texts", f"old/{EXPORTED}"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "model" / "config.json").write_text("{}")
+    checkpoint.save(tmp_path / "old" / "checkpoints" / "one", torch.nn.Linear(2, 2))
+    monkeypatch.chdir(tmp_path)
+    example = imported(monkeypatch)
+
+    args = example.parser.parse_args([model, texts, "--out", out, f"--steps={STEPS}", *more])
+    given = args, args.out / "checkpoints", args.out / f"model-{args.steps:06d}"
+    if message is None:
+        example.check(*given)
+        return
+    with pytest.raises(SystemExit, match=message):
+        example.check(*given)
+
+
+def imported(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The example as a module."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.delitem(sys.modules, "finetune", raising=False)
+    return importlib.import_module("finetune")
+
+
 def words() -> Any:
     """A tokenizer of words: far fewer tokens than bytes."""
     from tokenizers import Tokenizer, pre_tokenizers
@@ -154,9 +197,7 @@ def test_weights_tokenizer_and_config_of_a_folder_are_used_and_come_out_again(
     assert exported.generation_config.max_length == 77
     assert torch.equal(logits(exported), logits(source))
 
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    monkeypatch.delitem(sys.modules, "finetune", raising=False)
-    example = importlib.import_module("finetune")
+    example = imported(monkeypatch)
     rows = example.rows_of(1, tokens, Namespace(batch=4, seq=SEQ))
     with torch.no_grad():
         loss = source(input_ids=rows, labels=rows).loss.item()

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fsdp_offload.cli.arguments import CARDS_GIB
 from fsdp_offload.plan.estimate import (
-    CARDS,
     MOST_GPUS,
     Model,
     Workload,
@@ -19,6 +19,7 @@ from fsdp_offload.plan.estimate import (
 )
 
 GIB = 1 << 30
+CARDS = {name: int(gib * GIB) for name, gib in CARDS_GIB.items()}
 H100 = CARDS["h100-80"]
 FIRST = Model(1_330_000_000, 24, 2048, 60000)
 NARROW = Model(1_260_000_000, 60, 1280, 60000)
@@ -44,7 +45,7 @@ def test_memory_is_what_was_measured(
 ) -> None:
     """Peaks of torch's allocator on H100s, torch 2.11, commit d0d21fd; two GPUs: 35dfab6."""
     found = estimate(model, work, H100, device_memory)
-    assert found is not None
+    assert found.fits
     assert found.peak_bytes / GIB == pytest.approx(gib, rel=0.03)
 
 
@@ -54,7 +55,7 @@ def test_an_iteration_hides_all_of_the_travel_or_none() -> None:
     assert bounds_ms(0.0, 1500.0, 40.0) == (1500.0, 1500.0)
 
 
-SIZES = st.floats(1e8, 4e11)
+SIZES = st.floats(1e6, 4e11)
 JOBS = st.builds(
     Workload,
     tokens=st.integers(1, 32).map(lambda n: 1024 * n),
@@ -73,10 +74,9 @@ def test_with_more_device_memory_less_travels(
 ) -> None:
     model, memory = Model.of_size(params), CARDS[name]
     low, high = (estimate(model, work, memory, n * GIB) for n in sorted((less, more)))
-    if low is None:
-        assert high is None
+    assert low.fits == high.fits
+    if not low.fits:
         return
-    assert high is not None
     assert high.travels_bytes <= low.travels_bytes
     for found in (low, high):
         assert found.peak_bytes <= memory
@@ -89,9 +89,9 @@ def test_what_fits_with_state_alone_away_fits_with_all_and_moves_no_more(
 ) -> None:
     model, card = Model.of_size(params), CARDS[name]
     state, both = (estimate(model, replace(work, offload=x), card) for x in ("state", "all"))
-    if state is None:
+    if not state.fits:
         return
-    assert both is not None
+    assert both.fits
     assert both.in_bytes == both.out_bytes == pytest.approx(state.travels_bytes)
     assert both.weights_away_bytes == 0
 
@@ -99,15 +99,15 @@ def test_what_fits_with_state_alone_away_fits_with_all_and_moves_no_more(
 def test_a_model_of_which_nothing_stays_fits_into_a_small_card() -> None:
     """7.9B parameters: 16 bytes in per parameter with gradients, 14 out."""
     model, work = Model(7_900_000_000, 38, 4096, 60000), Workload(16384, offload="all")
-    assert estimate(model, replace(work, offload="state"), 24 * GIB) is None
+    assert estimate(model, replace(work, offload="state"), 24 * GIB).missing_bytes > 11 * GIB
     found = estimate(model, work, 24 * GIB, 0)
-    assert found is not None
+    assert found.fits
     assert found.peak_bytes < 14 * GIB
     assert found.in_bytes / model.params == pytest.approx(18, rel=0.01)
     assert found.out_bytes / model.params == pytest.approx(14, rel=0.01)
     assert found.host_bytes / model.params == pytest.approx(14, rel=0.01)
     more = estimate(model, work, CARDS["rtx-4090"])
-    assert more is not None
+    assert more.fits
     assert 0 < more.weights_bytes < 2 * model.params
     assert (more.gradients_bytes, more.stays_bytes) == (0, pytest.approx(0, abs=1024))
     assert more.in_bytes < found.in_bytes
@@ -120,10 +120,10 @@ def test_it_fits_on_the_fewest_gpus_and_not_on_half_of_them(
     model, card = Model.of_size(params), CARDS[name]
     fewest = fewest_gpus(model, work, card)
     if fewest is None:
-        assert estimate(model, replace(work, gpus=MOST_GPUS), card) is None
+        assert not estimate(model, replace(work, gpus=MOST_GPUS), card).fits
         return
-    assert estimate(model, replace(work, gpus=fewest), card) is not None
-    assert fewest == 1 or estimate(model, replace(work, gpus=fewest // 2), card) is None
+    assert estimate(model, replace(work, gpus=fewest), card).fits
+    assert fewest == 1 or not estimate(model, replace(work, gpus=fewest // 2), card).fits
 
 
 @given(SIZES)
@@ -131,4 +131,5 @@ def test_the_usual_shape_has_about_so_many_parameters(params: float) -> None:
     model = Model.of_size(params)
     per_block = 12 * model.width**2
     found = model.layers * per_block + model.root_params
+    assert model.block_params > 0
     assert found == pytest.approx(params, abs=0.51 * per_block + 0.2 * params)
