@@ -23,6 +23,8 @@ SLOTS: Final = 3
 KEPT: Final = 2
 """Groups that keep their slots in backward: the one whose gradients are computed, and the one that
 FSDP2 gathers meanwhile."""
+NEVER: Final = -1
+"""Age of what a slot has before its first fetch for a group."""
 STEP: Final = -1
 """Stands for a step among the indices of groups."""
 
@@ -39,7 +41,7 @@ class Slot:
         self.number, self.memory = number, memory
         self.arrived: Event  # after it, the memory may be read
         self.missing = set[Block]()  # updates bring them, before the group is there
-        self.age = 0  # of the group, when it was fetched or brought
+        self.age = NEVER  # of the group, when it was fetched or brought
         self.free: Event | None = None  # after it, the memory may be written into
         self.blocks: list[Block] = []  # one per group
 
@@ -99,8 +101,10 @@ class WeightSlots:
             if other is None:
                 return None
             self.evict(other)
-        slot = self.held[index] = self._free.pop()
+        slot = self._free.pop()
+        slot.age = NEVER  # if Ctrl-C prevents the fetch
         slot.missing.clear()
+        self.held[index] = slot
         return slot
 
     def force(self, index: int) -> Slot:

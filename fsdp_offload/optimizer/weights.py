@@ -90,6 +90,7 @@ class Weights:
         """Of weights that could have left."""
         self._link = Link(backend, "weights", turn_bytes=TURN_BYTES)
         self._pool = HostPool("HybridDeviceOptimizer: weights", backend, config.transfer)
+        self._link.end_with(self, self._pool)
         sizes = [sum(map(padded_bytes, shards)) for shards in chosen]
         self._find_updates: Callable[[], LateUpdates | None] = _find_none
         self._parts: dict[Block, list[tuple[Away, int, int]]] = {}  # elements of what is in a block
@@ -148,9 +149,9 @@ class Weights:
     ) -> None:
         """Know what updates them, whenever that has changed, and ``updates`` that may be late."""
         self._find_updates = _find_none if updates is None else weakref.ref(updates)
-        self._parts = {}
-        for away in self.trained.values():
-            away.past, away.blocks = age([away]), []
+        self._parts, ages = {}, {away: age([away]) for away in self.trained.values()}
+        for away in ages:
+            away.blocks = []
         for bucket in buckets:
             slices = ((params[s.spec.index].parameter, s) for s in bucket.bucket.slices)
             known = ((self.trained.get(parameter), s) for parameter, s in slices)
@@ -159,6 +160,8 @@ class Weights:
                 self._parts[bucket.weights] = found
             for away in dict.fromkeys(each for each, _, _ in found):
                 away.blocks.append(bucket.weights)
+        for away, before in ages.items():  # the values are the same as before
+            away.past += before - age([away])
 
     def exchange_written(self) -> None:
         """Before and after updates: exchange with host memory what the caller has written, and what
@@ -244,11 +247,13 @@ class Weights:
             slots = self.slots
             is_there = self._is_there(index)
             slot = slots.held[index] if is_there else self._fetch(index, slots.force(index))
-            stream.wait(slot.arrived)
-            for each in away:
-                each.lend(slot.number)
-            slots.lent.add(index)
+            for event in dict.fromkeys((slot.arrived, slot.free)):  # the latter: of other streams
+                if event is not None:
+                    stream.wait(event)
             try:
+                slots.lent.add(index)
+                for each in away:
+                    each.lend(slot.number)
                 yield
             finally:
                 slots.lent.discard(index)
@@ -265,10 +270,10 @@ class Weights:
         return index in self.slots.held
 
     def _fetch(self, index: int, slot: Slot) -> Slot:
-        block = slot.blocks[index]
+        block, after = slot.blocks[index], stored(self.away[index])
         block.forget()
-        slot.age, after = age(self.away[index]), stored(self.away[index])
         slot.free = slot.arrived = self._link.fetch(block, after=[slot.free, *after])
+        slot.age = age(self.away[index])
         return slot
 
     def begin_step(self) -> None:
@@ -302,7 +307,7 @@ class Weights:
     def has(self, block: Block) -> bool:
         """Whether slots have all weights of a block as they are now."""
         with self._lock:
-            return all(self._is_current(away.index) for away, _, _ in self._parts.get(block, ()))
+            return all(self._is_current(away.index) for away, _, _ in self._parts[block])
 
     def _is_current(self, index: int) -> bool:
         slot = self.slots.held.get(index)
@@ -377,6 +382,9 @@ class Weights:
         with self.turn():
             self.bring_back([each for group in self.away for each in group])
             self._link.synchronize()
+            for slot in self.slots.all:
+                if slot.free is not None:  # a gather may still read it
+                    self.backend.current_stream().wait(slot.free)
             self.slots.clear()
             self._pool.close()
 
