@@ -27,6 +27,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ..core import storage as storages
 from ..core.backend import Backend, Event
 from ..core.config import MIB, align
 from ..core.errors import ClosedError, DeviceError
@@ -108,9 +109,20 @@ class Batch(Block):
         """Return its ranges; None for those without handles."""
         return [find() for find in self._ranges]
 
-    def drop_dead(self) -> None:
-        """Drop dead ranges before a copy."""
-        alive = [find() is not None for find in self._ranges]
+    def leave_freed(self) -> None:
+        """Leave memory to an owner that frees it, and fills it again before its backward.
+
+        FSDP2 does so with gathered parameters. Most are seen to be parameters and not taken, but
+        not the local tensor of a frozen DTensor.
+        """
+        for found, memory in zip(self.ranges(), self.device, strict=True):
+            if found is not None and storages.is_empty(memory):
+                found.words = memory
+
+    def drop_done(self) -> None:
+        """Drop ranges that need no copy: dead ones, and those that have their memory."""
+        ranges = self.ranges()
+        alive = [found is not None and found.words is None for found in ranges]
         self._ranges = list(compress(self._ranges, alive))
         self.host = list(compress(self.host, alive))
         self.device = list(compress(self.device, alive))
@@ -172,14 +184,15 @@ class BatchCopies:
     def send(self) -> None:
         """Copy the :attr:`open` batch to the host, and begin another."""
         batch, self.open = self.open, Batch(self)
-        batch.drop_dead()
+        batch.leave_freed()
+        batch.drop_done()
         if not batch.device:
             return
         self.collect()
         batch.index = self.counts["batches"]
         self.counts["batches"] += 1
         self._order.append(weakref.ref(batch))
-        if not self._is_moved(batch.index - self.first_index):
+        if self.is_closed or not self._is_moved(batch.index - self.first_index):
             return
         sizes = [align(memory.numel(), _ALIGNMENT_BYTES) for memory in batch.device]
         batch.start = self.intervals.take(size := sum(sizes))
@@ -198,6 +211,13 @@ class BatchCopies:
         self._sending_bytes += size
         self._let_go()
 
+    def end_forward(self) -> None:
+        """Copy the last batch. Parameters that FSDP2 gathered are not gathered again yet."""
+        self.send()
+        for batch, _, _ in self._sending:
+            if batch.residence is Residence.STORING:
+                batch.leave_freed()
+
     def _let_go(self) -> None:
         """Release device memory whose copy has ended; if too much is held, wait for the oldest."""
         while self._sending:
@@ -213,6 +233,7 @@ class BatchCopies:
             if batch.residence is not Residence.STORING:  # its copy is unused
                 self._give_host(batch)
                 continue
+            batch.leave_freed()
             for found in batch.ranges():
                 if found is not None:
                     found.check_version()
@@ -257,7 +278,7 @@ class BatchCopies:
                 reason="it was closed, and its host memory was freed",
                 remedy="call close() after the last backward",
             )
-        batch.drop_dead()
+        batch.drop_done()
         batch.place([self._backend.allocate(memory.numel()) for memory in batch.host])
         now = self._backend.current_stream().record()
         self._last_back = self.link.fetch(batch, after=(now, batch.stored))

@@ -147,7 +147,7 @@ class ActivationOffload(Saver):
         hooks = self._hooks.pop()
         if hooks is not None:
             hooks.__exit__(kind, error, traceback)
-            self._copies.send()
+            self._copies.end_forward()
 
     def _check_usable(self) -> None:
         check_open("an ActivationOffload", self._pid, is_closed=self._is_closed)

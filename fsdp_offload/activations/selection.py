@@ -149,15 +149,18 @@ def _rows_of(tensor: Tensor, capacity: int) -> Rows | None:
 
 
 def _is_of_parameter(tensor: Tensor) -> bool:
-    """Whether it is a parameter, a view of one, or computed from one alone with as many elements: a
-    cast or a DTensor's local tensor, which autocast and expert parallelism save, or another
-    operation of one input (``p.exp()``). All their rows count."""
+    """Whether it is a parameter, a view of one, or computed from one and constants, with as many
+    elements: a cast or a DTensor's local tensor, which autocast and expert parallelism save, or a
+    parameter times a number. All their rows count."""
     base = tensor if tensor._base is None else tensor._base
     if isinstance(base, nn.Parameter):
         return True
     node = base.grad_fn
-    while node is not None and len(node.next_functions) == 1:
-        node = node.next_functions[0][0]
+    while node is not None:
+        inputs = [each for each, _ in node.next_functions if each is not None]
+        if len(inputs) != 1:
+            break
+        node = inputs[0]
     parameter = getattr(node, "variable", None)  # set on nodes that accumulate a gradient
     if not isinstance(parameter, nn.Parameter):
         return False

@@ -67,7 +67,8 @@ class PagedStash:
         host_bytes: page-locked host memory for pages that do not fit on the device.
         page_bytes: size of a page, a power of two.
         region: a ``FixedAddressRegion`` of the same device, to hold the pool: between phases, while
-            no group is live, ``region.pause(save=False)`` frees the memory.
+            no group is live, ``region.pause(save=False)`` frees the memory. It grows with each
+            :meth:`prepare`.
         tail: content of restored rows beyond the count: ``"undefined"``, or ``"nan"`` or ``"zero"``
             to find code that reads them.
         transfer: how to allocate host memory.
@@ -99,6 +100,12 @@ class PagedStash:
         if tail not in TAILS:
             raise ConfigError(f"tail={tail!r}", reason="unknown", remedy=f"use {', '.join(TAILS)}")
         self._backend = backend_for(torch.device(device))
+        if region is not None and region.device != self._backend.device:
+            raise ConfigError(
+                f"a region on {region.device} for a PagedStash on {self._backend.device}",
+                reason="kernels read its pages",
+                remedy="make the region on the same device",
+            )
         self._store = RowStore(self._backend, size, tail, region)
         self._host = HostPool("PagedStash", self._backend, transfer or TransferConfig())
 
@@ -200,7 +207,7 @@ class PagedStash:
                 reason="their backward still reads the current pool",
                 remedy="call it between iterations",
             )
-        if margin < 1:
+        if not margin >= 1:  # NaN, too
             raise ConfigError(f"margin={margin}", reason="it must be at least 1", remedy="use 1.25")
         if self._device_bytes is None and not store.most_pages:
             raise ActivationError(

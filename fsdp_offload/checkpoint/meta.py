@@ -21,7 +21,7 @@ def give_memory(models: Sequence[nn.Module]) -> None:
     """Allocate uninitialised memory for all meta tensors: shards where FSDP2 keeps them, the rest
     on the compute device."""
     for group in find_groups(models):
-        group.place(meta=True)
+        group.give_memory()
     device = device_of(models) or default_device()
     fresh: dict[Tensor, Tensor] = {}
     for model in models:

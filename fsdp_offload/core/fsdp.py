@@ -194,29 +194,34 @@ class Group:
         return {each.sharded_param: each.device for each in kept}
 
     def leave_cpu(self) -> int:
-        """Take ``CPUOffloadPolicy`` off; returns the bytes of parameters that moved."""
+        """Take ``CPUOffloadPolicy`` off: move parameters to the device. They stay the same objects,
+        which optimizers hold. Returns their bytes on all ranks."""
         if not isinstance(self._raw.offload_policy, CPUOffloadPolicy):
             return 0
         self.reshard()
-        self._raw.offload_policy = OffloadPolicy()
-        for fsdp_param in self._raw.fsdp_params:
-            fsdp_param.offload_to_cpu = fsdp_param.pin_memory = False
-        return self.place(meta=False)
-
-    def place(self, *, meta: bool) -> int:
-        """Move parameters, those on the meta device or the others, to where FSDP2 keeps them.
-
-        They stay the same objects, which optimizers hold. Returns their bytes on all ranks.
-        """
         moved = 0
         for fsdp_param in self._raw.fsdp_params:
             parameter: Tensor = fsdp_param.sharded_param
-            home = torch.device("cpu") if fsdp_param.offload_to_cpu else fsdp_param.device
-            if parameter.device != home and parameter.is_meta == meta:
-                move(parameter, home)
-                fsdp_param.reset_sharded_param()
+            moves = parameter.device != fsdp_param.device and not parameter.is_meta
+            if moves:
+                move(parameter, fsdp_param.device)
                 moved += parameter.numel() * parameter.itemsize
+            # One by one, and only now: if the device is full, a second call moves the rest.
+            fsdp_param.offload_to_cpu = fsdp_param.pin_memory = False
+            if moves:
+                fsdp_param.reset_sharded_param()
+        self._raw.offload_policy = OffloadPolicy()
         return moved
+
+    def give_memory(self) -> None:
+        """Allocate uninitialised memory for parameters on the meta device, where FSDP2 keeps
+        them."""
+        for fsdp_param in self._raw.fsdp_params:
+            if fsdp_param.sharded_param.is_meta:
+                stays = fsdp_param.offload_to_cpu
+                home = torch.device("cpu") if stays else fsdp_param.device
+                move(fsdp_param.sharded_param, home)
+                fsdp_param.reset_sharded_param()
 
     def watch(self, index: int, watcher: Watcher, backend: Backend) -> Callable[[], None]:
         """Tell ``watcher``, which is not kept alive; returns what ends it."""

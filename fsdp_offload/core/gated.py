@@ -222,8 +222,10 @@ def _one_by_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     lists = [value for value in args if type(value) in (list, tuple)]
     kept = [e for each in lists for e in each if isinstance(e, GatedShard) and e.keeper is not None]
     has_vector = any(isinstance(value, Tensor) and value.dim() for value in args)
-    # Of several dtypes, torch takes another kernel.
-    if len(kept) < 2 or len(args[0]) < 2 or has_vector or len({each.dtype for each in args[0]}) > 1:
+    has_named = any(type(value) in (list, tuple) for value in kwargs.values())
+    if len(kept) < 2 or len(args[0]) < 2 or has_vector or has_named:
+        return NotImplemented
+    if len({each.dtype for each in args[0]}) > 1:  # torch takes another kernel
         return NotImplemented
     results = [
         func(*(v[i : i + 1] if type(v) in (list, tuple) else v for v in args), **kwargs)

@@ -30,12 +30,12 @@ def warn(text: str, *values: object) -> None:
 
 def report(text: str, n_bytes: int, seconds: float) -> None:
     """Log finished work once per job, with its rate, unless a bar has shown it."""
-    if is_rank_0() and not _draws_bars():
+    if is_rank_0() and not _shows_bars():
         rate = n_bytes / max(seconds, 1e-9) / 1e9
         _log.info("%s: %d bytes in %.2f s, %.2f GB/s", text, n_bytes, seconds, rate)
 
 
-def _draws_bars() -> bool:
+def _shows_bars() -> bool:
     # A background save would write between the lines of the job's own bars.
     is_main = threading.current_thread() is threading.main_thread()
     return is_main and is_rank_0() and sys.stderr is not None and sys.stderr.isatty()
@@ -46,7 +46,7 @@ class Progress:
 
     def __init__(self, total: float, text: str, unit: str) -> None:
         self._bar = None
-        if total and _draws_bars():
+        if total and _shows_bars():
             from tqdm import tqdm
 
             self._bar = tqdm(

@@ -160,7 +160,7 @@ class RecordedShard(GatedShard):
 
     @staticmethod
     def _use(func: Any, args: Any, kwargs: Any) -> Any:
-        answer = _ANSWERS.get(name_of(func))
+        answer = _ANSWERS.get(name_of(func)) if args else None  # not for tensors named by keyword
         found = NotImplemented if answer is None else answer(func, *args, **(kwargs or {}))
         return GatedShard._use(func, args, kwargs) if found is NotImplemented else found
 
@@ -216,8 +216,8 @@ def _note(away: Sequence[Record], apply: Callable[..., object], operand: Any) ->
         record.note(*record.operations, noted)
 
 
-def _scale_all(func: Any, tensors: list[Tensor], factor: Any) -> Any:
-    if not _is_scalar(factor) or not _are_alike(tensors):
+def _scale_all(func: Any, tensors: list[Tensor], factor: Any = None, **options: Any) -> Any:
+    if options or not _is_scalar(factor) or not _are_alike(tensors):
         return NotImplemented
     here, away = _split(tensors)
     if here:
@@ -225,7 +225,7 @@ def _scale_all(func: Any, tensors: list[Tensor], factor: Any) -> Any:
     return _note(away, func, factor)
 
 
-def _scale(func: Any, tensor: Tensor, factor: Any, **options: Any) -> Any:
+def _scale(func: Any, tensor: Tensor, factor: Any = None, **options: Any) -> Any:
     _, away = _split([tensor])
     if options or not _is_scalar(factor) or not away:
         return NotImplemented

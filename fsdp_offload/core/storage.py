@@ -116,13 +116,14 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def move(parameter: Tensor, device: torch.device) -> None:
     """Move a parameter and its gradient in place; one on the meta device gets uninitialised
     memory."""
-    gradient, parameter.grad = parameter.grad, None
     data = parameter.detach()
     data = torch.empty_like(data, device=device) if data.is_meta else data.to(device)
+    gradient = None if parameter.grad is None else parameter.grad.to(device)
     moved = nn.Parameter(data, parameter.requires_grad)
     vars(moved).update(vars(parameter))
+    parameter.grad = None  # only now: the device may have been full
     torch.utils.swap_tensors(parameter, moved)
-    parameter.grad = None if gradient is None else gradient.to(device)
+    parameter.grad = gradient
 
 
 def tie(storage: torch.UntypedStorage, owner: object) -> None:

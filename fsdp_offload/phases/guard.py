@@ -174,11 +174,14 @@ class PlainOptimizer:
         """Undo how ``torch.distributed.checkpoint.state_dict`` initialises state: a step with
         gradients and rates of 0, which it leaves behind if the step raises."""
         groups = self._optimizer.param_groups
-        if not self._optimizer.state and all(group.get("lr") == 0.0 for group in groups):
-            for group, rate in zip(groups, self._rates, strict=False):
-                if rate is not None:
-                    group["lr"] = rate
-            self._optimizer.zero_grad()
+        rates = [group.get("lr") for group in groups]
+        # A warm-up may begin at a rate of 0: those gradients are the caller's.
+        if rates == self._rates or self._optimizer.state or any(rate != 0.0 for rate in rates):
+            return
+        for group, rate in zip(groups, self._rates, strict=False):
+            if rate is not None:
+                group["lr"] = rate
+        self._optimizer.zero_grad()
 
     def _show(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         copies = self._copies

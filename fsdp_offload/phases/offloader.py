@@ -341,7 +341,7 @@ class PhaseOffloader:
         if kind == "state":
             return () if self._optimizer is None else self._optimizer.device_tensors()
         buffers = (
-            (f"{index}.buffer.{name}", buffer)
+            (f"{index}.{name}", buffer)  # no parameter has the same name
             for index, model in enumerate(self._models)
             for name, buffer in model.named_buffers()
         )

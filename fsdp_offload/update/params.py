@@ -28,7 +28,7 @@ from ..plan import Kind, ParamSpec, Slice
 from ..plan.layout import ALIGN_NUMEL, CUDA_TILE_NUMEL
 from .moments import Moment, moments_of
 from .rng_key import RngKey, key_of, seed_of
-from .schema import Schema, public_attributes
+from .schema import Schema, public_attributes, replaced
 
 
 class MasterForm(Enum):
@@ -185,19 +185,10 @@ class Snapshot:
     def take(cls, optimizer: Optimizer, groups: list[dict[str, Any]], *, host: bool) -> Snapshot:
         """Copy the groups; clone tensors, because schedulers write into them in place."""
         copies = [
-            {
-                name: value.clone() if isinstance(value, Tensor) else value
-                for name, value in group.items()
-                if name != "params"
-            }
+            {n: replaced(value, Tensor.clone) for n, value in group.items() if n != "params"}
             for group in groups
         ]
-        on_host = copies
-        if host and any(isinstance(v, Tensor) for group in copies for v in group.values()):
-            on_host = [
-                {n: v.cpu() if isinstance(v, Tensor) else v for n, v in group.items()}
-                for group in copies
-            ]
+        on_host: list[dict[str, Any]] = replaced(copies, Tensor.cpu) if host else copies
         versions = [
             {n: (id(v), v._version) for n, v in group.items() if isinstance(v, Tensor)}
             for group in groups

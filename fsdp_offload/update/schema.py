@@ -190,10 +190,19 @@ def make_shadow(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer
 
 
 def own_copy(value: Any) -> Any:
-    """Copy containers and one-element tensors, which a step may change in place: a shadow's changes
-    must not reach the optimizer."""
+    """Copy containers and one-element tensors, also nested ones, which a step may change in place:
+    a shadow's changes must not reach the optimizer."""
+    return replaced(value, lambda tensor: tensor.clone() if tensor.numel() == 1 else tensor)
+
+
+def replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Copy ``value``, a tensor or a container of tensors, with every tensor changed."""
     if isinstance(value, Tensor):
-        return value.clone() if value.numel() == 1 else value
+        return change(value)
+    if type(value) in (list, tuple):
+        return type(value)(replaced(each, change) for each in value)
+    if type(value) is dict:
+        return {name: replaced(each, change) for name, each in value.items()}
     return copy.copy(value) if isinstance(value, list | dict | set) else value
 
 

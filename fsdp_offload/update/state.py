@@ -265,11 +265,12 @@ def adopt_writes(param: ParamState, shown: dict[str, Any]) -> None:
     values. Afterwards ``shown`` has the live tensors again.
 
     Raises:
-        StateDictError: such an object has another shape; nothing was changed.
+        StateDictError: an entry is missing or does not fit; nothing was changed.
     """
-    for kind in param.schema.role("like"):
-        if shown.get(kind.name) is not None:
-            _check_tensor(param, kind.name, shown[kind.name])
+    check(param, shown)
+    name = param.form.value
+    if name in shown and not _is_same(param.tensors[name], dtensor.local(shown[name]).reshape(-1)):
+        write_master(param, shown)
     _put(param, shown)
     if not param.slices[0].stepped and _has_stepped(param, shown):
         for sliced in param.slices:

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ from fsdp_offload.activations.batches import AHEAD, Batch
 from fsdp_offload.activations.handles import SavedTensor
 from fsdp_offload.activations.selection import ByteRange, View, span_or_reason
 from fsdp_offload.core.devices import CpuBackend
-from fsdp_offload.link import Residence
+from fsdp_offload.link import Link, Residence
 from tests.activations import moe
 from tests.activations.moe import CPU
 from tests.helpers.policies import POLICIES
@@ -462,6 +463,46 @@ def test_written_in_place_afterwards_is_harmless() -> None:
         y.zero_()
     z.backward()
     assert torch.equal(x.grad, x.exp().cos() * x.exp())
+
+
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+def test_memory_that_its_owner_frees_and_fills_again(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As FSDP2 does with a gathered parameter: before its copy, or while the copy runs, which is
+    noticed at the end of the forward, or after the copy."""
+    moved, x, weight = made(), batch(0).requires_grad_(), batch(1)
+    start, is_copied = Link.store, [False]
+
+    def store(link: Link, batch: Batch, **how: Any) -> Any:
+        start(link, batch, **how)
+        batch.host[0].fill_(255)  # what a copy makes of memory that others have by now
+        batch.stored = Mock(query=lambda: is_copied[0])
+        return batch.stored
+
+    if when != "before":
+        monkeypatch.setattr(offload, "BATCH_BYTES", SIZE)
+        monkeypatch.setattr(Link, "store", store)
+    with moved:
+        y = x * weight
+        weight.untyped_storage().resize_(0)
+        is_copied[0] = when != "during"
+        moved.statistics()  # frees what is copied
+    weight.untyped_storage().resize_(SIZE)
+    weight.data.copy_(batch(1))  # another version counter, as with FSDP2
+    is_copied[0] = True
+    moved.statistics()
+    y.sum().backward()
+    assert torch.equal(x.grad, batch(1))
+
+
+def test_closed_inside_it_moves_nothing_more() -> None:
+    moved, x = made(), batch(0).requires_grad_()
+    with moved:
+        moved.close()
+        y = x.exp().sum()
+    y.backward()
+    assert torch.equal(x.grad, x.exp())
 
 
 def test_saved_again_after_a_write_is_another_range() -> None:

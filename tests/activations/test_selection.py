@@ -42,7 +42,7 @@ TAKEN: dict[str, tuple[Callable[[], Tensor], Rows]] = {
     "every second row": (lambda: torch.zeros(2 * CAPACITY, 4)[::2], Rows(0, 32)),
     "dims exchanged inside of a row": (lambda: rows(2, 8).transpose(1, 2), Rows(0, 64)),
     "computed from a parameter and rows": (
-        lambda: rows(CAPACITY) @ nn.Parameter(torch.zeros(CAPACITY, CAPACITY)),
+        lambda: rows(CAPACITY).requires_grad_() @ nn.Parameter(torch.zeros(CAPACITY, CAPACITY)),
         Rows(0, 32),
     ),
 }
@@ -75,6 +75,7 @@ KEPT: dict[str, tuple[Callable[[], Tensor], str]] = {
     "cast of a parameter": (cast, "a parameter"),
     "view of a cast": (lambda: cast()[:], "a parameter"),
     "computed of a parameter alone": (lambda: cast().exp().sin(), "a parameter"),
+    "computed of a parameter and numbers": (lambda: 1 + cast() * torch.ones(8), "a parameter"),
     "subclass": (lambda: rows(4).as_subclass(type("Sub", (Tensor,), {})), "a subclass"),
     "sparse": (lambda: torch.eye(CAPACITY).to_sparse(), "a subclass"),
     "other device": (lambda: torch.zeros(CAPACITY, 4, device="meta"), "another device"),

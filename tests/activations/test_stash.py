@@ -227,6 +227,7 @@ def test_prepare_is_refused_while_a_group_is_live() -> None:
         ({"tail": "one"}, "one"),
         ({"device_bytes": "much"}, "much"),
         ({"host_bytes": -1}, "-1"),
+        ({"region": mock.Mock(device=torch.device("cuda", 1))}, "a region on cuda:1"),
     ],
 )
 def test_wrong_arguments(wrong: dict[str, Any], part: str) -> None:
@@ -234,9 +235,10 @@ def test_wrong_arguments(wrong: dict[str, Any], part: str) -> None:
         PagedStash(CPU, **wrong)
 
 
-def test_a_margin_below_one() -> None:
+@pytest.mark.parametrize("margin", [0.5, float("nan")])
+def test_a_margin_below_one(margin: float) -> None:
     with pytest.raises(ConfigError, match="margin"):
-        PagedStash(CPU, "1MiB").prepare(margin=0.5)
+        PagedStash(CPU, "1MiB").prepare(margin=margin)
 
 
 def test_no_room_on_the_host_or_the_device_takes_nothing() -> None:

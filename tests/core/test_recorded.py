@@ -212,6 +212,9 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "of another shape": lambda g: g.mul_(torch.arange(1.0, 5.0)[:, None]),
     "data": lambda g: g.data.mul_(3.0),
     "numpy": lambda g: g.numpy().fill(2.0),
+    "named": lambda g: g.mul_(other=0.5),
+    "named in a list": lambda g: torch._foreach_mul_([g], scalar=0.5),
+    "named list": lambda g: torch._foreach_zero_(self=[g]),
 }
 
 
@@ -260,3 +263,11 @@ def test_factors_of_lists_of_several_dtypes_are_not_noted() -> None:
     torch._foreach_mul_([made.away[0], narrow], torch.tensor(0.3))
     torch._foreach_mul_([made.plain[0], torch.ones(3, dtype=BF16)], torch.tensor(0.3))
     made.check(moved=1, pinned=1)
+
+
+def test_lists_may_be_named() -> None:
+    made = Made()
+    others = [torch.ones_like(each) for each in made.plain]
+    for gradients in (made.plain, made.away):
+        torch._foreach_add_(gradients, other=others)
+    made.check(moved=3, pinned=3)

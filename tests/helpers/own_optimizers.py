@@ -92,19 +92,26 @@ class AttributeCounter(Own):
 
 
 class TensorCounter(Own):
-    """Counts in a tensor of the group, in place."""
+    """Counts in tensors, in place: of the group, and in lists of the group and the instance."""
 
     def __init__(self, params: Any, **changed: Any) -> None:
         super().__init__(params, **changed)
+        self.seen = {"steps": [torch.zeros(())]}
         for group in self.param_groups:
-            group["k"] = torch.zeros(())
+            group["k"], group["ks"] = torch.zeros(()), [torch.zeros(())]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.seen["steps"][0] += 1
+        return super().step(closure)
 
     def begin(self, group: dict[str, Any]) -> None:
         group["k"] += 1
+        group["ks"][0] += 1
 
     def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         state.setdefault("sum", torch.zeros_like(p)).add_(g)
-        p.sub_(state["sum"] * (group["lr"] / group["k"]))
+        p.sub_(state["sum"] * (group["lr"] / (group["k"] + group["ks"][0] + self.seen["steps"][0])))
 
 
 class NumberState(Own):

@@ -42,7 +42,8 @@ from tests.helpers.compare import assert_same
 
 
 class Net(nn.Module):
-    """Tied weights, a view as a buffer, a frozen parameter, buffers of two dtypes."""
+    """Tied weights, a view as a buffer, a frozen parameter, buffers of two dtypes, a module called
+    ``buffer``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,6 +54,7 @@ class Net(nn.Module):
         self.frozen = nn.Parameter(torch.randn(8), requires_grad=False)
         self.register_buffer("corner", self.frozen.data[2:5])
         self.register_buffer("scratch", torch.randn(3), persistent=False)
+        self.buffer = nn.ParameterDict({"scratch": torch.randn(3)})
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.body(self.embed(tokens)) + self.frozen)
@@ -411,6 +413,16 @@ def test_torch_makes_no_state_while_away() -> None:
         get_optimizer_state_dict(model, optimizer)
     assert optimizer.param_groups[0]["lr"] == 0.01
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_refused_first_step_of_a_warm_up_drops_no_gradient() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    model(torch.ones(4)).sum().backward()
+    phases = PhaseOffloader(model, optimizer, params="keep", grads="keep")
+    with phases.away(), pytest.raises(AwayError):
+        optimizer.step()
+    assert model.weight.grad is not None
 
 
 def test_copies_of_a_model_that_is_away_are_refused(away: Away) -> None:
