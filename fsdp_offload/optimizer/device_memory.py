@@ -53,9 +53,7 @@ class DeviceMemory:
         before, slots = ring.staying.keys(), len(ring.slots)
         try:
             ring.fit(allowed, step)
-        except (
-            torch.OutOfMemoryError
-        ):  # other processes were faster; only torch's cache has changed
+        except torch.OutOfMemoryError:  # another process was faster: only torch's cache has changed
             return True
         now = ring.staying.keys()
         if now != before:

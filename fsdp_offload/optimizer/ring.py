@@ -424,13 +424,14 @@ class Ring:
         return block.arrived if block.residence is Residence.FETCHING else None
 
     def _end(self) -> None:
-        self.marks, self._marks = self._marks, []
-        self.moved_bytes, self._moved_bytes = self._moved_bytes, 0
-        self.fetched_bytes, self._fetched_bytes = self._fetched_bytes, 0
-        self._travelled = 0
-        self._head = self._fetched = 0
-        self._work = self._start = None
-        self._waited = set()
+        self.marks, self.moved_bytes = self._marks, self._moved_bytes
+        self.fetched_bytes = self._fetched_bytes
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._work, self._start, self._waited, self._marks = None, None, set(), []
+        self._head = self._fetched = self._travelled = 0
+        self._moved_bytes = self._fetched_bytes = 0
         self._iteration += 1
 
     def flush(self) -> None:
@@ -464,11 +465,8 @@ class Ring:
 
     def abort(self) -> None:
         """Drop a running iteration, because all state and weights will be overwritten."""
-        self._work, self._start, self._waited = None, None, set()
-        self._iteration += 1
         self._forget()
-        self._head = self._fetched = self._moved_bytes = self._fetched_bytes = 0
-        self._marks, self._travelled = [], 0
+        self._start_over()
 
     def synchronize(self) -> None:
         """Block until updates have run, and moving state is back in the arena."""

@@ -27,7 +27,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -40,26 +40,13 @@ from ..core.storage import as_bytes
 from ..link import Block, HostPool, HostRange, Link, Residence, allocating
 from ..update.params import ParamState
 from .away import Away, age, stored
+from .overlap import Overlap
 from .ring_bucket import RingBucket
 from .weight_slots import KEPT, STEP, Slot, WeightSlots, slot_count
 
 _ALIGNMENT: Final = 256
 """Bytes, of each shard in host memory and in a slot."""
 _WHAT: Final = "weights", "call fully_shard of smaller modules"
-
-
-class LateUpdates(Protocol):
-    """Updates that are enqueued as there is room for them: see :class:`.Overlap`."""
-
-    # Let those of a group be enqueued; None: all.
-    def enqueue(self, index: int | None = None) -> None: ...
-
-    # Whether some of a group are not.
-    def is_pending(self, index: int) -> bool: ...
-
-
-def _find_none() -> None:
-    """No updates are late."""
 
 
 class Weights:
@@ -92,7 +79,7 @@ class Weights:
         self._pool = HostPool("HybridDeviceOptimizer: weights", backend, config.transfer)
         self._link.end_with(self, self._pool)
         sizes = [sum(map(padded_bytes, shards)) for shards in chosen]
-        self._find_updates: Callable[[], LateUpdates | None] = _find_none
+        self._find_updates: Callable[[], Overlap | None] = lambda: None
         self._parts: dict[Block, list[tuple[Away, int, int]]] = {}  # elements of what is in a block
         arena = self._pool.take(sum(sizes))
         try:
@@ -145,13 +132,13 @@ class Weights:
         self,
         params: Sequence[ParamState],
         buckets: Sequence[RingBucket],
-        updates: LateUpdates | None,
+        updates: Overlap | None,
     ) -> None:
-        """Know what updates them, whenever that has changed, and ``updates`` that may be late."""
-        self._find_updates = _find_none if updates is None else weakref.ref(updates)
-        self._parts, ages = {}, {away: age([away]) for away in self.trained.values()}
-        for away in ages:
-            away.blocks = []
+        """Know what updates them, whenever that has changed; ``updates`` may be late."""
+        self._find_updates = (lambda: None) if updates is None else weakref.ref(updates)
+        self._parts = {}
+        for away in self.trained.values():
+            away.past, away.blocks = age([away]), []
         for bucket in buckets:
             slices = ((params[s.spec.index].parameter, s) for s in bucket.bucket.slices)
             known = ((self.trained.get(parameter), s) for parameter, s in slices)
@@ -160,8 +147,7 @@ class Weights:
                 self._parts[bucket.weights] = found
             for away in dict.fromkeys(each for each, _, _ in found):
                 away.blocks.append(bucket.weights)
-        for away, before in ages.items():  # the values are the same as before
-            away.past += before - age([away])
+                away.past -= bucket.weights.stores  # it is as old as before
 
     def exchange_written(self) -> None:
         """Before and after updates: exchange with host memory what the caller has written, and what
@@ -247,9 +233,8 @@ class Weights:
             slots = self.slots
             is_there = self._is_there(index)
             slot = slots.held[index] if is_there else self._fetch(index, slots.force(index))
-            for event in dict.fromkeys((slot.arrived, slot.free)):  # the latter: of other streams
-                if event is not None:
-                    stream.wait(event)
+            # Who uses the slot next waits for this gather alone, so it waits for those before it.
+            stream.wait(slot.free or slot.arrived)
             try:
                 slots.lent.add(index)
                 for each in away:
@@ -382,9 +367,8 @@ class Weights:
         with self.turn():
             self.bring_back([each for group in self.away for each in group])
             self._link.synchronize()
-            for slot in self.slots.all:
-                if slot.free is not None:  # a gather may still read it
-                    self.backend.current_stream().wait(slot.free)
+            for event in filter(None, (slot.free for slot in self.slots.all)):
+                self.backend.current_stream().wait(event)  # a gather may still read the slot
             self.slots.clear()
             self._pool.close()
 
