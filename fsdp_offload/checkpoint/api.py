@@ -5,14 +5,14 @@ gathers the items' places and broadcasts the outcome; a load gathers and scatter
 the outcome. They run over a separate gloo group, apart from the collectives of the training.
 Packing and chunk metadata need none.
 
-Before the first collective, and before making its group, all ranks meet at the store of the process
-group, which shows waiting ranks who is absent. There they also agree whether they need a new gloo
-group: a rank whose collectives failed midway drops its group, whose connections end with the
-error's last frame; then the other ranks fail, too.
+Before they create that group and before the first collective, all ranks meet at the store of the
+process group, which shows waiting ranks which others are absent. There they also agree whether they
+need a new gloo group: a rank whose collectives failed midway drops its group. Its connections end
+with the error's last frame, so the other ranks fail, too.
 
-Ctrl-C ends a rank's wait for others, before they have met. From then on it takes effect only inside
-DCP's local steps, which tell all ranks of it, or at the end: no rank waits for one that never
-comes.
+Until all ranks have met, Ctrl-C ends a rank's wait for the others. After that, Ctrl-C takes effect
+only inside DCP's local steps, which report it to all ranks, or at the end. So no rank waits for one
+that never comes.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ _log = logging.getLogger("fsdp_offload")
 
 Folder = str | os.PathLike[str]
 
-# By default process group, the group for saves and its number, because making one is a collective.
-# torch keeps it alive until destroy_process_group(). If anything kept it longer, a gloo thread
-# might still be dropping a tensor when the interpreter ends, which aborts the process.
+# The gloo group and its number, per default process group: creating one is a collective. torch
+# keeps it alive until destroy_process_group(). A strong reference here would keep it longer; then a
+# gloo thread may still free a tensor when the interpreter ends, which aborts the process.
 _groups: weakref.WeakKeyDictionary[object, tuple[weakref.ref[dist.ProcessGroup], int]]
 _groups = weakref.WeakKeyDictionary()
-# By optimizer or model, because reserving memory for each save would take longer than the copy.
+# Per optimizer or model: page-locking memory for each save would take longer than the copy.
 _stagers: weakref.WeakKeyDictionary[Any, Stager] = weakref.WeakKeyDictionary()
 
 _LEFT: Final = b"left"
 _SAVES: Final = "fsdp-offload-save"
-"""Name of the threads that save."""
+"""Name of the threads that run background saves."""
 _ABSENT_S: Final = 30.0
-"""After this time the log names absent ranks."""
+"""A rank that has waited this long logs which ranks are absent."""
 
 
 def save(
@@ -139,7 +139,7 @@ def async_save(
 
     Returns:
         A future that is done when the checkpoint is complete on all ranks. With several ranks, call
-            ``result()`` before the process group is destroyed. It raises the errors of
+            ``result()`` before you destroy the process group. It raises the errors of
             :func:`save`, and HostMemoryError if the copies do not fit.
 
     Raises:
@@ -158,9 +158,8 @@ def async_save(
             with typed():
                 staged.set_result(_staged(listed(model), optimizer, extra))
         except BaseException as error:
-            staged.set_exception(
-                error
-            )  # raised in DCP's first step, so that others do not wait for this rank
+            # DCP's first step raises it on all ranks, so that no rank waits for this one.
+            staged.set_exception(error)
         future = _in_background(writer, FlatSavePlanner(staged.result), group)
     failed = staged.exception()
     if isinstance(failed, KeyboardInterrupt):
@@ -280,8 +279,7 @@ class JobReader(Reader):
     Adopting is part of the reading, so that DCP raises its errors on all ranks.
 
     Args:
-        path: as of :class:`Reader`.
-        threads: as of :class:`Reader`.
+        path: see :class:`Reader`, also for ``threads``.
         optimizer: becomes *failed* if an error leaves ``until_all_have``.
     """
 
@@ -301,18 +299,18 @@ class JobReader(Reader):
                 what, view = "checkpoint.load()", self._optimizer._for_checkpoints
                 self.until_all_have.enter_context(view.failing(what, keep=OffloadError))
                 reading.enter_context(view.replacing_all(what, keep=CheckpointError))
-            with let_through():  # but not below, where half a load would count as a success
+            with let_through():  # not around apply(): half a load would look like a whole one
                 done = super().read_data(plan, planner)
         with typed():
-            planner.take_over()
+            planner.apply()
         return done
 
 
 def coordination_group(call: str, interrupt: Note) -> dist.ProcessGroup | None:
     """Return a gloo group of all ranks, made at its first use; ``None`` for a rank alone.
 
-    Waits for running saves, because collectives of two at once would mix, then for all ranks; see
-    the top of this file.
+    Waits for running saves first, because collectives of two saves would mix, then for all ranks;
+    see the top of this file.
 
     Args:
         call: the caller's function, for the log.
@@ -338,10 +336,10 @@ def coordination_group(call: str, interrupt: Note) -> dist.ProcessGroup | None:
 
 
 def _meet(store: Any, call: str, interrupt: Note) -> int:
-    """Wait until all ranks are here; returns the number of the group that they need.
+    """Wait for all ranks; return the number of the group that they need.
 
-    Each rank comes to each turn. The last one to come ends the turn with that number. A rank that
-    Ctrl-C calls away ends it as a turn that no other rank counts as a meeting.
+    Every rank joins every turn. The last one ends the turn with that number. A rank that leaves
+    after Ctrl-C ends the turn with ``_LEFT`` instead, and the other ranks join the next turn.
     """
     while True:
         turn = store.add(f"rank {dist.get_rank()}", 1)
@@ -356,19 +354,19 @@ def _meet(store: Any, call: str, interrupt: Note) -> int:
         if (number := store.get(key)) != _LEFT:
             return int(number)
         with let_through():
-            pass  # a handler may return: then this rank comes again, like all others
+            pass  # a handler may return: then this rank joins the next turn, like all others
 
 
 def _wait(store: Any, turn: int, call: str, interrupt: Note) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    start, pause_s, told = time.monotonic(), 1e-4, False
+    start, pause_s, is_logged = time.monotonic(), 1e-4, False
     while not store.check([f"turn {turn}"]):
         if interrupt.has_come:
             store.compare_set(f"turn {turn}", "", _LEFT)
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.1)
-        if not told and time.monotonic() - start > _ABSENT_S:
-            told = True
+        if not is_logged and time.monotonic() - start > _ABSENT_S:
+            is_logged = True
             here = [r for r in range(size) if store.add(f"rank {r}", 0) >= turn]
             absent = sorted({*range(size)} - {*here})
             if absent and rank == here[0]:
@@ -386,7 +384,7 @@ def run_save(
     group: dist.ProcessGroup | None,
     within: contextlib.AbstractContextManager[Any] | None = None,
 ) -> None:
-    """Save the planner's items, or leave nothing.
+    """Save the planner's items; after an error no file is left.
 
     Raises:
         OffloadError: (on all ranks) the save failed on one.
@@ -400,7 +398,7 @@ def run_save(
 
 
 def _save(writer: StorageWriter, planner: SavePlanner, group: dist.ProcessGroup | None) -> None:
-    """Call ``dcp.save``, or its steps for one process: it would warn without a process group."""
+    """Call ``dcp.save``; without a group call its steps, because it would warn."""
     if group is not None:
         dcp_save({}, storage_writer=writer, planner=planner, process_group=group)
         return
@@ -426,10 +424,10 @@ def _load(reader: StorageReader, planner: LoadPlanner, group: dist.ProcessGroup 
 
 @contextlib.contextmanager
 def raised_on_all(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Raise one typed error instead of DCP's exceptions, which hold the errors of all ranks.
+    """Raise one typed error in place of DCP's exception, which holds the errors of all ranks.
 
     Raises:
-        OffloadError: this rank's, else that of the first rank with one.
+        OffloadError: this rank's error, else the error of the first rank that has one.
     """
     try:
         with typed(), _without_numpy():
@@ -445,7 +443,7 @@ def raised_on_all(group: dist.ProcessGroup | None) -> Iterator[None]:
             what = f"rank {failed}: {found.what}"
             found = type(found)(what, reason=found.reason, remedy=found.remedy)
         raise found from error
-    except BaseException:  # other ranks may wait in a collective that this one has left
+    except BaseException:  # other ranks may wait in a collective: closed connections end it
         if group is not None:
             for world, (known, _) in list(_groups.items()):
                 if known() is group:

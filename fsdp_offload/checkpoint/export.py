@@ -47,7 +47,7 @@ STEP_BYTES: Final = 1 << 20
 _MASTERS: Final = (REMAINDER, WHOLE)
 _DTYPES: Final = {None: None, "bf16": torch.bfloat16, "fp32": torch.float32}
 _CONVERTED: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""Other floating dtypes are quantised: without their scales a conversion makes no sense."""
+"""``dtype`` converts only these: other floating dtypes are quantised and need their scales."""
 _USUAL: Final = ("", "model.", "model.module.")
 """Prefixes of weights to which the only optimizer state of a checkpoint belongs."""
 
@@ -92,7 +92,7 @@ def export_safetensors(
     """
     writer = _ExportWriter(out)
 
-    def find() -> Source:  # in DCP's local step: errors of one rank are raised on all
+    def find() -> Source:  # called in DCP's local step, which raises errors on all ranks
         wanted = _wanted(source, optimizer, dtype, model_prefix, optimizer_prefix)
         if isinstance(source, nn.Module):
             return _of_model(source, optimizer, wanted)
@@ -213,7 +213,7 @@ def _write_chunk(descriptor: int, file: File, item: WriteItem, tensors: Sequence
     offset, written = file.places[item.index.fqn]
     first, *others = item.tensor_data.chunk.offsets or (0,)
     found = [torch.atleast_1d(tensor) for tensor in tensors]
-    # A row may be more than that; a thread holds about three times as much.
+    # A single row may exceed STEP_BYTES. A thread holds about three times a step's bytes.
     rows = max(1, STEP_BYTES // max(1, written.itemsize * found[0][:1].numel()))
 
     def write(start: int) -> None:

@@ -7,8 +7,8 @@ length, which ``.metadata`` holds. A table that only this package reads follows 
             then the CRC-32 of every block of the item, the last one shorter
     tail    CRC-32 of the table, bytes of the table, bytes of a block, magic
 
-So a reader detects a truncated file before it reads, and changed bytes while it reads, and reads
-only the blocks that it needs. Numbers are little-endian.
+So a reader detects a truncated file before it reads elements and changed bytes while it reads them,
+and it reads only the blocks that it needs. Numbers are little-endian.
 
 A thread moves one *block* at a time, large enough to hide Python's cost, and small enough to stay
 in the cache for its checksum. A thread holds at most one block of a tensor in device memory; see
@@ -121,26 +121,26 @@ def read_bytes(descriptor: int, offset: int, into: memoryview | bytearray, path:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[int]:
-    """Open a new file; its bytes are permanent when the ``with`` block ends.
+    """Open a new file, and flush it to the disk at the end of the ``with`` block.
 
     Raises:
         CheckpointError: the file system refused.
     """
-    # An object, which closes the file even after Ctrl-C.
+    # A file object closes its descriptor even if Ctrl-C comes before the next line.
     with typed(path), path.open("xb", buffering=0) as file:
         yield file.fileno()
         os.fsync(file.fileno())
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a new file, permanently."""
+    """Write a new file and flush it to the disk."""
     with new_file(path) as descriptor:
         write_bytes(descriptor, 0, data, path)
 
 
 @defer_sigint()
 def fsync_folder(folder: Path) -> None:
-    """Make the names in ``folder`` permanent."""
+    """Flush the names in ``folder`` to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -253,10 +253,8 @@ def read_table(path: Path) -> Table | None:
 
 def refused(path: object, error: OSError) -> CheckpointError:
     """Build the error for a file that the file system refuses."""
-    reason, remedy = (
-        "the file system refused",
-        "free disk space, or choose a folder that you may write to",
-    )
+    reason = "the file system refused"
+    remedy = "free disk space, or choose a folder that you may write to"
     if error.errno in (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY):
         reason = "another program creates or removes it, or the ranks do not share the folder"
         remedy = "choose a folder that all ranks share and no other program writes to"
@@ -269,14 +267,12 @@ def typed_error(error: BaseException, path: object = "a file") -> OffloadError:
         return error
     if isinstance(error, OSError):
         return refused(error.filename or path, error)
-    # Its traceback stays on the rank where it was raised.
+    # Other ranks see the text only: the traceback stays where the error was raised.
     at = "".join(
         f" ({f.name} in {f.filename}:{f.lineno})" for f in extract_tb(error.__traceback__, -1)
     )
-    reason = (str(error) or "the error has no text") + at
-    return CheckpointError(
-        type(error).__name__, reason=reason, remedy="read the cause of this error"
-    )
+    what, reason = type(error).__name__, (str(error) or "the error has no text") + at
+    return CheckpointError(what, reason=reason, remedy="read the cause of this error")
 
 
 @contextlib.contextmanager
@@ -353,8 +349,8 @@ def run_all(
             is_done = False
             while not is_done:
                 wait(futures, timeout=0.1)
-                # Raises KeyboardInterrupt after Ctrl-C. Not around a mere pass, which CPython 3.11
-                # compiles to an instruction that no finally protects.
+                # Raises KeyboardInterrupt after Ctrl-C. Around a mere ``pass``, CPython 3.11 would
+                # raise it at an instruction that no ``finally`` protects.
                 with let_through():
                     is_done = all(future.done() for future in futures)
             for future in futures:

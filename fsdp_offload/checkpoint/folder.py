@@ -49,12 +49,8 @@ SILENT_S: Final = 600.0
 _RENAME_S: Final = 5.0
 """How long a reader waits for another process between its two renames."""
 
-_OURS, _NEW, _REMOVED, _REPLACED = (
-    ".fsdp_offload.",
-    ".writing",
-    ".removed",
-    ".fsdp_offload.replaced",
-)
+_OURS, _NEW, _REMOVED = ".fsdp_offload.", ".writing", ".removed"
+_REPLACED: Final = ".fsdp_offload.replaced"
 
 
 # --------------------------------------------------------------------------- paths
@@ -84,7 +80,7 @@ def checked(path: object) -> Path:
         found = found.resolve()
     there = next(each for each in (*found.parents, Path("/")) if os.path.isdir(each))
     name_bytes = max(len(os.fsencode(name)) for name in found.parts)
-    # Lengths of its files, and of those in the working folder.
+    # Paths of the files in the working folder are the longest.
     path_bytes = len(os.fsencode(found)) + len(_working(found).name) + 32
     limits = os.pathconf(there, "PC_NAME_MAX"), os.pathconf(there, "PC_PATH_MAX")
     if name_bytes > limits[0] or path_bytes > limits[1]:
@@ -145,7 +141,7 @@ def _start_of(pid: int | str) -> str:
 
 
 def _is_dead(made: Path, now: float) -> bool:
-    """Tell whether the save that made a folder has ended; ``now``: the file system's time."""
+    """Whether the save that made a folder has died; ``now``: the file system's time."""
     owner = made.name.split("@")
     if owner[0] == _OURS + _host():
         return _start_of(owner[1]) != owner[2]
@@ -184,15 +180,16 @@ def _clear(folder: Path, now: float) -> None:
             if not name.startswith("."):
                 discard(each / _REPLACED, folder)
             elif name.startswith(_OURS) and name.endswith(_REMOVED):
-                remove(each)
+                shutil.rmtree(each, ignore_errors=True)
             elif name.startswith(_OURS) and name.endswith(_NEW) and _is_dead(each, now):
                 discard(each)
 
 
 def discard(made: Path, beside: Path | None = None) -> bool:
-    """Remove a folder, but first put back a checkpoint that a save has moved into it.
+    """Remove a folder; before that, put back a checkpoint that a save has moved into it.
 
-    First renames the folder into ``beside``, so that the next save removes any leftovers.
+    Renames the folder into ``beside`` first, so that the next save removes leftovers; returns
+    whether that worked.
     """
     beside = made.parent if beside is None else beside
     try:
@@ -209,13 +206,8 @@ def discard(made: Path, beside: Path | None = None) -> bool:
         else:
             _log.warning("cannot remove %s: %s", made, error.strerror)
             return False
-    remove(gone)
+    shutil.rmtree(gone, ignore_errors=True)
     return True
-
-
-def remove(path: Path) -> None:
-    """Remove a folder; ignore refusals of the file system."""
-    shutil.rmtree(path, ignore_errors=True)
 
 
 # --------------------------------------------------------------------------- writing
@@ -246,15 +238,17 @@ def publish(
             "changed it, or the ranks do not share the folder",
             remedy="choose a folder that all ranks share and no other program writes to",
         )
-    # If a clock was set back, an older checkpoint must not become the latest.
-    newest = max((m.time_ns for m in _complete_in(path.parent).values()), default=0)
+    # If a clock was set back, an older checkpoint must not become the latest. Reads manifests only:
+    # looking at all files of all neighbours takes minutes on a busy file system.
+    neighbours = map(_manifest_of, path.parent.iterdir())
+    newest = max((manifest.time_ns for manifest in neighbours if manifest is not None), default=0)
     manifest = Manifest(max(time.time_ns(), newest + 1), world_size, optimizer, found)
     write_whole(made / MANIFEST, manifest.encode())
     install(made, path, overwrite=overwrite)
 
 
 def install(made: Path, path: Path, *, overwrite: bool) -> None:
-    """Give a working folder its name; see the top of this file."""
+    """Rename a working folder to ``path``; see the top of this file."""
     fsync_folder(made)
     is_exchanged = False
     while True:
@@ -274,7 +268,7 @@ def install(made: Path, path: Path, *, overwrite: bool) -> None:
             path.rename(old)
     try:
         fsync_folder(path.parent)
-    except OSError:  # the save fails, so the old checkpoint stays
+    except OSError:  # the name may not survive a crash: fail, and put the old checkpoint back
         if not (is_exchanged and _exchange(made, path)):
             path.rename(made)
         raise
@@ -345,11 +339,16 @@ def _complete_in(folder: Path) -> dict[Path, Manifest]:
 
 
 def _look(path: Path) -> tuple[Manifest | None, bool]:
-    manifest = None
+    """Read a folder's manifest; also return whether all files are there, with their sizes."""
+    if (manifest := _manifest_of(path)) is not None:
+        with contextlib.suppress(OSError):
+            sizes = ((path / name, n_bytes) for name, (n_bytes, _) in manifest.files.items())
+            return manifest, all(file.stat().st_size == n_bytes for file, n_bytes in sizes)
+    return manifest, False
+
+
+def _manifest_of(path: Path) -> Manifest | None:
     with contextlib.suppress(CheckpointError, OSError):
         if path.is_dir() and not path.is_symlink():
-            manifest = read_manifest(path)
-            files = {} if manifest is None else manifest.files
-            is_there = all((path / name).stat().st_size == n for name, (n, _) in files.items())
-            return manifest, is_there and manifest is not None
-    return manifest, False
+            return read_manifest(path)
+    return None

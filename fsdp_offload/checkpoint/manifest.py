@@ -64,7 +64,8 @@ class Manifest:
         """
         try:
             outer = json.loads(data)
-            if "crc32" not in outer and FORMAT not in str(outer):  # a flipped bit leaves one
+            # A flipped bit changes one of the two, so one still tells that a save wrote it.
+            if "crc32" not in outer and FORMAT not in str(outer):
                 return None
             text = outer["manifest"]
             if zlib.crc32(text.encode()) != outer["crc32"]:

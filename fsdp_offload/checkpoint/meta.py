@@ -18,8 +18,8 @@ from .state import some
 
 
 def give_memory(models: Sequence[nn.Module]) -> None:
-    """Allocate uninitialised memory for all meta tensors: shards where FSDP2 keeps them, the rest
-    on the compute device."""
+    """Allocate uninitialised memory for all meta tensors: shards on FSDP2's device, others on the
+    compute device."""
     for group in find_groups(models):
         group.give_memory()
     device = device_of(models) or default_device()

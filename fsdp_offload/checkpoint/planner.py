@@ -54,12 +54,12 @@ from .state import (
     EXTRA,
     REMAINDER,
     WHOLE,
-    check_told,
+    check_complete,
     class_name,
     decode,
     encode,
     groups_of,
-    hand_over,
+    load_state,
     names_of,
     some,
     weights_of,
@@ -67,7 +67,7 @@ from .state import (
 
 
 class FlatSavePlanner(DefaultSavePlanner):
-    """torch's planner, for a dict that is already flat.
+    """torch's planner for a dict that is already flat.
 
     Args:
         collect: returns the dict. DCP's local step calls it, which raises its errors on all ranks.
@@ -88,7 +88,7 @@ class FlatSavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Take the dict as it is; an option that is a dict stays one value."""
+        """Use the dict unflattened; an option that is a dict stays one value."""
         with typed():
             state = dict(self._collect())
         if not is_coordinator:
@@ -98,10 +98,10 @@ class FlatSavePlanner(DefaultSavePlanner):
         self.state_dict, self.is_coordinator = state, is_coordinator
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Plan like torch, after checking shapes.
+        """Plan like torch, after a check that ranks agree about each tensor.
 
         Raises:
-            ConfigError: ranks have different tensors under one name.
+            ConfigError: two ranks have different tensors under one name.
         """
         _check_same(all_plans)
         with typed():
@@ -117,13 +117,13 @@ class FlatSavePlanner(DefaultSavePlanner):
 
 
 def _check_same(plans: Sequence[SavePlan]) -> None:
-    sizes: dict[str, torch.Size] = {}
+    known: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for item in (item for plan in plans for item in plan.items):
-        if item.tensor_data is not None:
-            size = sizes.setdefault(item.index.fqn, item.tensor_data.size)
-            if size != item.tensor_data.size:
+        if (data := item.tensor_data) is not None:
+            form = tuple(data.size), data.properties.dtype
+            if (first := known.setdefault(item.index.fqn, form)) != form:
                 raise ConfigError(
-                    f"{item.index.fqn} of shapes {tuple(size)} and {tuple(item.tensor_data.size)}",
+                    f"{item.index.fqn} of {first[0]} {first[1]} and {form[0]} {form[1]}",
                     reason="two ranks have different tensors under this name, and one would be "
                     "lost",
                     remedy="give modules on different ranks different names",
@@ -131,7 +131,7 @@ def _check_same(plans: Sequence[SavePlan]) -> None:
 
 
 class FlatLoadPlanner(DefaultLoadPlanner):
-    """torch's planner for a flat dict; it runs no code that values name."""
+    """torch's planner for a flat dict; runs no code that a value names."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False)
@@ -142,7 +142,7 @@ class FlatLoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Take ``state_dict`` as it is."""
+        """Use ``state_dict`` unflattened."""
         self.original_state_dict = self.state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
@@ -184,8 +184,7 @@ class JobLoadPlanner(FlatLoadPlanner):
         optimizer: ``None``: weights only.
         reader: the checkpoint's.
         strict: refuse weights that only one side has, and another class of optimizer.
-        model_prefix: as of :func:`.rule.find_layout`.
-        optimizer_prefix: as of :func:`.rule.find_layout`.
+        model_prefix: see :func:`.rule.find_layout`, also for ``optimizer_prefix``.
     """
 
     def __init__(
@@ -208,9 +207,8 @@ class JobLoadPlanner(FlatLoadPlanner):
         self._names: Mapping[Tensor, Names] = {}  # names of the optimizer's parameters
         self._found: Match
         self._read: dict[str, Any] = {}  # the target of each key
-        self._keys: dict[
-            str, dict[str, str]
-        ] = {}  # keys that the optimizer takes, by FQN and entry
+        # Keys of the state that the optimizer loads, by FQN and entry.
+        self._keys: dict[str, dict[str, str]] = {}
         self._masters: list[tuple[Tensor, str]] = []  # weight, and the key of its new value
 
     def create_local_plan(self) -> LoadPlan:
@@ -239,11 +237,11 @@ class JobLoadPlanner(FlatLoadPlanner):
             make_buffers(self._models, self._weights)
             self.set_up_planner(self._read, self._reader.metadata)
             plan = super().create_local_plan()
-            self._reader._compare(plan, self)
+            self._reader._compare_aliases(plan, self)
             return replace(plan, planner_data=self._found.unknown)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Refuse weights that no rank has; in a pipeline each rank has some.
+        """Refuse a checkpoint with weights that no rank has; each pipeline rank has some.
 
         Raises:
             CheckpointError: the checkpoint has such weights.
@@ -258,18 +256,19 @@ class JobLoadPlanner(FlatLoadPlanner):
         return [replace(plan, planner_data=None) for plan in global_plan]
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Allocate weights on the meta device, now that everything fits on all ranks."""
+        """Give weights on the meta device memory, now that everything fits on all ranks."""
         if any(map(_is_meta, self._weights.values())):
             give_memory(self._models)
             fresh = weights_of(self._models)
             for fqn in (fqn for fqn, weight in self._weights.items() if _is_meta(weight)):
                 self._weights[fqn] = fresh[fqn]
-                if (key := self._found.weights.get(fqn)) is not None:  # else a tied weight's
+                # The checkpoint may have another name of a tied weight.
+                if (key := self._found.weights.get(fqn)) is not None:
                     self.state_dict[key] = fresh[fqn]
         return super().finish_plan(new_plan)
 
     @torch.no_grad()
-    def take_over(self) -> None:
+    def apply(self) -> None:
         """Apply loaded values to the module and the optimizer."""
         for parameter, key in self._masters:
             weight, master = dtensor.local(parameter), dtensor.local(self.state_dict[key])
@@ -288,7 +287,7 @@ class JobLoadPlanner(FlatLoadPlanner):
                 fqn: {entry: self.state_dict[key] for entry, key in keys.items()}
                 for fqn, keys in self._keys.items()
             }
-            hand_over(self._optimizer, self._names, state, self._found.options)
+            load_state(self._optimizer, self._names, state, self._found.options)
 
     def _match(self) -> None:
         optimizer, stored, groups = self._optimizer, self._stored, list[list[Names]]()
@@ -328,11 +327,15 @@ class JobLoadPlanner(FlatLoadPlanner):
                 "optimizer, and load(path, model, optimizer)",
             )
         known = {key: fqn for fqn, key in found.weights.items()}
-        # From get_extra_state().
-        values = [key for key in known if isinstance(stored[key], BytesStorageMetadata)]
+        # What get_extra_state() returns may have another type or shape in each call.
+        values = [key for key in known if key.endswith("_extra_state")]
         for key, value in read_values(self._reader, values).items():
+            live = self._weights[known[key]]
+            if isinstance(value, Tensor) and isinstance(live, Tensor) and not live.is_meta:
+                value = value.to(live.device)
             self._weights[known[key]] = value
         for key in known.keys() - set(values):
+            _check_kind(key, stored[key], self._weights[known[key]])
             self._read_into([key], self._weights[known[key]])
 
     # ------------------------------------------------------------------ optimizer state
@@ -341,15 +344,14 @@ class JobLoadPlanner(FlatLoadPlanner):
         found = self._found
         self._check_state(optimizer)
         if self._strict:
-            check_told(found, self._names, str(self._reader.path))
+            check_complete(found, self._names, str(self._reader.path))
         live: Mapping[Tensor, Mapping[str, Any]]
         masters, has_masters = {WHOLE, REMAINDER}, False
         if isinstance(optimizer, HybridDeviceOptimizer):
             view = optimizer._for_checkpoints
             live, has_masters = view.read_at_once(), not view.steps_itself
-            masters = (
-                masters if has_masters else set()
-            )  # its state may have entries with these names
+            if not has_masters:  # an entry of such a class may have the name of a master
+                masters = set()
             entries = {p: found.state[n[0]].keys() for p, n in self._names.items()}
             view.check_fits(entries, found.options)
         else:
@@ -373,7 +375,7 @@ class JobLoadPlanner(FlatLoadPlanner):
                     self._plan_entry(parameter, names[0], name, keys[name], (state or {}).get(name))
 
     def _check_state(self, optimizer: Optimizer) -> None:
-        if self._found.untold == {names[0] for names in self._names.values()}:
+        if self._found.absent == {names[0] for names in self._names.values()}:
             raise CheckpointError(
                 f"{self._reader.path}",
                 reason="it has no optimizer state for this model's parameters",
@@ -399,7 +401,7 @@ class JobLoadPlanner(FlatLoadPlanner):
                 live = _shard_like(parameter, entry.properties.dtype, device)
             else:
                 live = torch.zeros(entry.size, dtype=entry.properties.dtype)
-        self._take(fqn, name, keys, live)
+        self._plan_read(fqn, name, keys, live)
 
     def _plan_master(
         self,
@@ -408,17 +410,19 @@ class JobLoadPlanner(FlatLoadPlanner):
         saved: Mapping[str, Sequence[str]],
         live: Mapping[str, Any] | None,
     ) -> None:
-        """Read the master in place, or another form of it into host memory; else the weight is its
-        value. ``live`` is ``None`` for a frozen parameter, which keeps the master until it is
-        trained."""
+        """Plan to read a master in place, or to convert another form of it in host memory.
+
+        A master that the checkpoint lacks takes the weight's value. ``live`` is ``None`` for a
+        frozen parameter, which keeps the saved master until it is trained.
+        """
         for key in saved.get(REMAINDER, ()):
             if isinstance(entry := self._stored[key], TensorStorageMetadata):
                 check_remainder(key, entry.properties.dtype)
         kept = next((name for name in (WHOLE, REMAINDER) if name in (live or ())), None)
         if live is not None and kept is not None and kept in saved:
-            self._take(names[0], kept, saved[kept], live[kept])
+            self._plan_read(names[0], kept, saved[kept], live[kept])
             return
-        # A remainder does not complete an fp16 weight.
+        # A remainder holds the lower bits of a bf16 weight; an fp16 weight is no upper half.
         forms = (WHOLE,) if parameter.dtype == torch.float16 else (WHOLE, REMAINDER)
         form = next((name for name in forms if name in saved), None)
         dtype = torch.bfloat16 if form == REMAINDER else torch.float32
@@ -429,16 +433,16 @@ class JobLoadPlanner(FlatLoadPlanner):
                 self._read_into(saved[form], master)
                 self._masters.append((parameter, saved[form][0]))
         elif form is not None:
-            self._take(names[0], form, saved[form], master)
+            self._plan_read(names[0], form, saved[form], master)
         elif weights and all(_is_fp32(self._stored[key]) for key in weights):
-            # Read as a master: take_over() writes the weight, too.
-            self._take(names[0], WHOLE, weights, master)
+            # Read as a master: apply() writes the weight, too.
+            self._plan_read(names[0], WHOLE, weights, master)
             if live is None:
                 self._masters.append((parameter, weights[0]))
         elif live is None and REMAINDER in saved:
             warn("the load skips %s of %s: it needs a bf16 weight", REMAINDER, names[0])
 
-    def _take(self, fqn: str, entry: str, keys: Sequence[str], value: Any) -> None:
+    def _plan_read(self, fqn: str, entry: str, keys: Sequence[str], value: Any) -> None:
         self._read_into(keys, value)
         self._keys.setdefault(fqn, {})[entry] = keys[0]
 
@@ -460,6 +464,18 @@ def _is_meta(value: object) -> bool:
 
 def _is_fp32(stored: object) -> bool:
     return isinstance(stored, TensorStorageMetadata) and stored.properties.dtype == torch.float32
+
+
+def _check_kind(key: str, stored: Any, weight: Tensor) -> None:
+    """Refuse what ``copy_`` would truncate silently: fractions to integers, complex to real."""
+    dtype = stored.properties.dtype if isinstance(stored, TensorStorageMetadata) else None
+    is_mask = weight.dtype == torch.bool  # which older versions of a model may store as numbers
+    if dtype is None or not (is_mask or torch.can_cast(dtype, weight.dtype)):
+        raise StateDictError(
+            f"{key} of {dtype or 'a plain Python type'}",
+            reason=f"this model's tensor has {weight.dtype}, and a conversion would lose values",
+            remedy="build the model that was saved",
+        )
 
 
 def _check_shape(key: str, stored: Any, value: Any) -> None:

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 SLICE_BYTES: Final = 4 * BLOCK_BYTES
-"""Bytes that a thread reads at once if elements are converted or reordered; blocks at the edges are
-read twice."""
+"""A thread reads so many bytes at once if it converts or reorders elements. It reads blocks at the
+edges twice."""
 
 Job = Callable[[], None]
 
@@ -84,11 +84,12 @@ class Reader(FileSystemReader):
         self.metadata = Metadata({})
         self._tables: dict[str, Table | None] = {}
         self._items: dict[str, list[tuple[int, int]]] = {}  # offset and length, by file
-        self._apart: dict[ReadItem, Tensor] = {}  # read and compared first
+        # Values of items whose targets share memory: read and compared before all others.
+        self._aliases: dict[ReadItem, Tensor] = {}
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """Read and verify ``.metadata``; :meth:`set_up_storage_reader` raises its errors."""
-        # dcp.load would replace an error of this method by an untyped one.
+        # dcp.load would replace an error of this method by an untyped one, so keep it.
         self._tables.clear()
         self._failure = None
         try:
@@ -115,7 +116,7 @@ class Reader(FileSystemReader):
         if is_coordinator:
             check_files(Path(self.path), self.manifest, metadata)
         self._items.clear()
-        self._apart = {}
+        self._aliases = {}
         for info in metadata.storage_data.values():
             self._items.setdefault(info.relative_path, []).append((info.offset, info.length))
 
@@ -129,46 +130,46 @@ class Reader(FileSystemReader):
         foreign: list[ReadItem] = []
         jobs: list[Job] = []
         targets = targets_of(plan, planner)
-        apart = self._apart or self._read_apart(plan, targets)
+        aliases = self._aliases or self._read_aliases(plan, targets)
         with ExitStack() as files:
             opened = self._opener(files)
             for request in plan.items:
                 info = self.storage_data[request.storage_index]
-                if request in apart:
+                if request in aliases:
                     continue
                 file = opened(info.relative_path)
                 if file is None:
                     foreign.append(request)
-                    targets.pop(request, None)  # torch commits this one
+                    targets.pop(request, None)  # torch's reader commits this one
                 elif request.type is LoadItemType.BYTE_IO:
                     planner.load_bytes(request, io.BytesIO(file.whole(info)))
                 else:
                     jobs += _tensor_jobs(file, info, self._box(request), targets[request])
             run_all(jobs, threads=self._threads, text="loading")
-        for request, value in apart.items():
+        for request, value in aliases.items():
             targets[request].detach().copy_(value)
         for request, target in targets.items():
-            planner.commit_tensor(request, target)  # other planners may act on it
+            planner.commit_tensor(request, target)  # a caller's planner may act on it
         if foreign:
             self._read_foreign(replace(plan, items=foreign), planner)
         return done(None)
 
-    def _compare(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        self._apart = self._read_apart(plan, targets_of(plan, planner))
+    def _compare_aliases(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        self._aliases = self._read_aliases(plan, targets_of(plan, planner))
 
-    def _read_apart(
+    def _read_aliases(
         self, plan: LoadPlan, targets: Mapping[ReadItem, Tensor]
     ) -> dict[ReadItem, Tensor]:
-        """Read items whose targets share memory with another key's, which threads would mix.
+        """Read items whose target shares memory with another key's: threads would mix them.
 
         Raises:
             CheckpointError: two of them differ.
         """
-        groups = _sharing(targets)
+        groups = _alias_groups(targets)
         items = [item for group in groups for item in group]
         values = {i: torch.empty(targets[i].shape, dtype=targets[i].dtype) for i in items}
         if values:
-            self.read_data(replace(plan, items=items), _Apart(values))
+            self.read_data(replace(plan, items=items), _AliasPlanner(values))
         for group in groups:
             _check_equal(group, targets, values)
         return values
@@ -207,7 +208,7 @@ class Reader(FileSystemReader):
                 sizes = table.block_bytes, table.of(self._items[name], path)
             else:
                 return None
-            # An object, which closes it wherever Ctrl-C comes.
+            # A file object closes its descriptor even if Ctrl-C comes before the next line.
             descriptor = files.enter_context(path.open("rb", buffering=0)).fileno()
             return _File(path, descriptor, *sizes)
 
@@ -228,7 +229,7 @@ class Reader(FileSystemReader):
             super().read_data(plan, planner)
         except OffloadError:
             raise
-        except Exception as error:  # changed bytes of an archive may raise anything
+        except Exception as error:  # torch may raise anything for changed bytes
             raise corrupt(self.path, f"torch cannot read an item: {error!r}") from error
 
     def _box(self, request: ReadItem) -> Tensor:
@@ -241,7 +242,7 @@ class Reader(FileSystemReader):
         return chunk[tuple(slice(start, start + length) for start, length in box)]
 
 
-class _Apart(DefaultLoadPlanner):
+class _AliasPlanner(DefaultLoadPlanner):
     """Reads items into separate tensors."""
 
     def __init__(self, values: Mapping[ReadItem, Tensor]) -> None:
@@ -267,7 +268,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return start, start + (1 + steps) * tensor.element_size()
 
 
-def _sharing(targets: Mapping[ReadItem, Tensor]) -> list[list[ReadItem]]:
+def _alias_groups(targets: Mapping[ReadItem, Tensor]) -> list[list[ReadItem]]:
     spans = [
         (*_span(target), item)
         for item, target in targets.items()
@@ -289,10 +290,10 @@ def _check_equal(
     targets: Mapping[ReadItem, Tensor],
     values: Mapping[ReadItem, Tensor],
 ) -> None:
-    """Write the values one after the other into an image of the memory that they share.
+    """Write the values one after the other into an image of the memory that their targets share.
 
     Raises:
-        CheckpointError: a later value changed an earlier one.
+        CheckpointError: a later value overwrote an earlier one with other bytes.
     """
     spans = [_span(targets[item]) for item in items]
     low = min(low for low, _ in spans) // 16 * 16  # which aligns any dtype

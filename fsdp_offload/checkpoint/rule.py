@@ -75,8 +75,8 @@ class Match(NamedTuple):
     unknown: list[str]  # keys of weights that the model lacks
     state: dict[str, dict[str, list[str]]]  # keys by entry, for each parameter of the optimizer
     options: list[Options]  # of each group
-    untold: set[str]  # parameters of the optimizer with neither state nor options
-    left: list[str]  # weights with saved state that the optimizer does not hold
+    absent: set[str]  # parameters of the optimizer with neither state nor options
+    left: list[str]  # weights whose saved state the load skips: not in the optimizer
 
 
 def match(
@@ -98,17 +98,17 @@ def match(
     stored, entries = set(keys), layout.entries(STATE, keys)
     found = {fqn: layout.weight(fqn) for fqn in weights if layout.weight(fqn) in stored}
     taken = set(found.values())
-    options, told = _find_options(layout, keys, groups, read)
+    options, present = _find_options(layout, keys, groups, read)
     state: dict[str, dict[str, list[str]]] = {}
-    untold, held = set(), set[str]()
+    absent, held = set(), set[str]()
     for names in (names for group in groups for names in group):
         mine = state.setdefault(names[0], {})
         for fqn in names:
             for entry in sorted(entries.get(fqn, ())):
                 mine.setdefault(entry, []).append(layout.state(fqn) + entry)
         held.update(names)
-        if not mine and told.isdisjoint(names):
-            untold.add(names[0])
+        if not mine and present.isdisjoint(names):
+            absent.add(names[0])
     return Match(
         weights=found,
         missing=sorted(f for f, names in weights.items() if found.keys().isdisjoint(names)),
@@ -116,7 +116,7 @@ def match(
         unknown=[k for k in keys if layout.model and layout.is_weight(k) and k not in taken],
         state=state,
         options=options,
-        untold=untold,
+        absent=absent,
         left=sorted(weights.keys() & entries.keys() - held),
     )
 
@@ -147,10 +147,10 @@ def _find_options(
         for group in nested
         for fqn in group.get("params") or ()
     }
-    told = (flat.keys() - indexed.keys()) | by_fqn.keys()
+    present = (flat.keys() - indexed.keys()) | by_fqn.keys()
     options = []
     for group in groups:
-        speaker = next((fqn for names in group for fqn in names if fqn in told), None)
+        speaker = next((fqn for names in group for fqn in names if fqn in present), None)
         found = by_fqn.get(speaker or "", {})
         if speaker is not None and speaker not in by_fqn:
             of_speaker = f"{layout.optimizer}{GROUPS}{layout.inner}{speaker}."
@@ -158,7 +158,7 @@ def _find_options(
             found = {key.removeprefix(of_speaker): value for key, value in values.items()}
         # The saved group's parameter names are not this group's.
         options.append({n: v for n, v in found.items() if n not in ("params", "param_names")})
-    return options, told
+    return options, present
 
 
 def find_layout(
@@ -194,7 +194,7 @@ def find_layout(
 
 
 def prefixes_that_fit(keys: Iterable[str], fqns: Iterable[str], kind: str = "") -> list[str]:
-    """Find prefixes of the model's longest FQN, for error texts; ``kind``: ``STATE`` or empty."""
+    """Find the prefixes of the model's longest FQN; ``kind``: ``STATE``, or empty for weights."""
     ends = kind + max(fqns, key=len, default="")
     names = {key.rpartition(".")[0] if kind else key for key in keys}
     found = {name.removesuffix(ends) for name in names if name.endswith(ends)}

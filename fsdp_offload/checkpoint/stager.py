@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import pickle
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from copy import deepcopy
 from types import FunctionType
 from typing import Any
 
@@ -32,7 +34,7 @@ class Stager(AsyncStager):
 
     Raises:
         HostMemoryError: (in :meth:`stage`) the copies do not fit.
-        UnsupportedParameterError: (likewise) a value cannot be copied.
+        UnsupportedParameterError: (in :meth:`stage`) a value cannot be copied.
     """
 
     def __init__(self) -> None:
@@ -47,13 +49,9 @@ class Stager(AsyncStager):
         to page-locked memory, equal views of one memory only once; sparse, quantized and strided
         nested tensors go to pageable memory.
         """
-        pickled = io.BytesIO()
-        finder = _Finder(pickled)
-        try:
+        finder = _Finder()
+        with _refusing("a value in the state dict"):
             finder.dump(state_dict)
-        except Exception as error:  # a class may raise anything
-            raise _uncopied("a value in the state dict", error) from error
-        tensors = [value for value in finder.found if isinstance(value, Tensor)]
         sources: dict[object, Tensor] = {}
 
         def collect(plain: Tensor) -> Tensor:
@@ -61,7 +59,7 @@ class Stager(AsyncStager):
                 sources.setdefault(_place(plain), plain)
             return plain
 
-        for tensor in tensors:
+        for tensor in finder.tensors:
             _with_copies(tensor, collect)
         copies = self._copies_of(sources)
 
@@ -70,16 +68,13 @@ class Stager(AsyncStager):
                 return copies[place]
             return plain.to("cpu", copy=True)
 
-        values = [_with_copies(v, copy) if isinstance(v, Tensor) else v for v in finder.found]
-        pickled.seek(0)
-        try:
-            return _Builder(pickled, values).load()  # type: ignore[no-any-return]
-        except Exception as error:
-            raise _uncopied("a value in the state dict", error) from error
+        # deepcopy() takes what its memo has, by id, and copies all around it.
+        memo: dict[int, Any] = {id(each): _with_copies(each, copy) for each in finder.tensors}
+        with _refusing("a value in the state dict"):
+            return deepcopy(state_dict, memo)
 
     def _copies_of(self, sources: dict[object, Tensor]) -> dict[object, Tensor]:
-        """Copy tensors one after the other into the arena; a larger arena replaces it if they do
-        not fit."""
+        """Copy tensors into the arena, one behind the other; replace an arena that is too small."""
         nbytes = sum(align(source.nbytes, ALIGNMENT_BYTES) for source in sources.values())
         if self._arena is None or nbytes > self._arena.n_bytes:
             self.close()
@@ -117,7 +112,7 @@ class Stager(AsyncStager):
                 written = backend.current_stream().record()
                 stored.append(self._links[device].store(*blocks, after=[written]))
             run_all(jobs)
-        finally:  # else a later call could free the memory during a copy
+        finally:  # after an error, too: a later call could free the memory during a copy
             for event in stored:
                 event.synchronize()
 
@@ -133,30 +128,18 @@ class Stager(AsyncStager):
 
 
 class _Finder(pickle.Pickler):
-    """Pickles containers and objects around the tensors and plain values in ``found``."""
+    """Finds the tensors in containers and objects: it pickles all but their elements."""
 
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self.found: list[Any] = []
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[Tensor] = []
 
     def persistent_id(self, value: Any) -> int | None:
-        """Number tensors, and plain values, which stay the same objects."""
-        if not isinstance(value, Tensor | str | int | float | bytes | type | FunctionType):
-            return None
-        self.found.append(value)
-        return len(self.found) - 1
-
-
-class _Builder(pickle.Unpickler):
-    """Rebuilds the containers and objects of a :class:`_Finder` around ``values``."""
-
-    def __init__(self, file: io.BytesIO, values: list[Any]) -> None:
-        super().__init__(file)
-        self._values = values
-
-    def persistent_load(self, index: int) -> Any:
-        """Return the value of that number."""
-        return self._values[index]
+        """Note a tensor; leave out plain values, which may be long and hold none."""
+        if isinstance(value, Tensor):
+            self.tensors.append(value)
+        is_plain = isinstance(value, Tensor | str | int | float | bytes | type | FunctionType)
+        return 0 if is_plain else None
 
 
 # --------------------------------------------------------------------------- tensors
@@ -173,12 +156,8 @@ def _with_copies(tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
     Raises:
         UnsupportedParameterError: it hides the memory of its elements.
     """
-    try:
+    with _refusing(f"a tensor of type {type(tensor).__name__}"):
         return dtensor.like(tensor, _local_copy(dtensor.local(tensor), copy))
-    except OffloadError:
-        raise
-    except Exception as error:  # subclasses may refuse any operation
-        raise _uncopied(f"a tensor of type {type(tensor).__name__}", error) from error
 
 
 def _local_copy(tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
@@ -199,9 +178,16 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
 
 
-def _uncopied(what: str, error: Exception) -> UnsupportedParameterError:
-    return UnsupportedParameterError(
-        what,
-        reason=f"copying it failed: {textwrap.shorten(str(error), 200)}",
-        remedy="leave it out, or save plain tensors and values",
-    )
+@contextlib.contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """Raise any error of the caller's classes as one of this package."""
+    try:
+        yield
+    except OffloadError:
+        raise
+    except Exception as error:
+        raise UnsupportedParameterError(
+            what,
+            reason=f"copying it failed: {textwrap.shorten(str(error), 200)}",
+            remedy="leave it out, or save plain tensors and values",
+        ) from error

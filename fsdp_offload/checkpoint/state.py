@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -61,9 +61,9 @@ class OptimizerState:
         optimizer: a :class:`HybridDeviceOptimizer`, or any other (torch's function packs it).
 
     Raises:
-        ConfigError: (of both methods) a parameter is not in ``model``.
-        StateDictError: (likewise) other ranks could not load the state, or it does not fit.
-        LaneError: (of :meth:`state_dict`) the optimizer has failed.
+        ConfigError: (both methods) a parameter is not in ``model``.
+        StateDictError: (both methods) other ranks could not load the state, or it does not fit.
+        LaneError: (:meth:`state_dict`) the optimizer has failed.
     """
 
     def __init__(self, model: Models, optimizer: Optimizer) -> None:
@@ -87,7 +87,7 @@ class OptimizerState:
         names = names_of(listed(self._model), self._optimizer)
         groups, layout = groups_of(self._optimizer, names), KeyLayout(None, "")
         found = match(layout, state_dict, {}, groups, lambda keys: {k: state_dict[k] for k in keys})
-        check_told(found, names, "this state dict")
+        check_complete(found, names, "this state dict")
         state: dict[str, dict[str, Any]] = {}
         for fqn, entries in found.state.items():
             state[fqn] = {entry: state_dict[keys[0]] for entry, keys in entries.items()}
@@ -96,7 +96,7 @@ class OptimizerState:
                     both = (dtensor.local(torch.as_tensor(state_dict[k])) for k in (one, other))
                     if not torch.equal(*both):
                         raise tied_error(StateDictError, one, other)
-        hand_over(self._optimizer, names, state, found.options)
+        load_state(self._optimizer, names, state, found.options)
 
 
 def pack(model: Models, optimizer: Optimizer, *, for_writing: bool = True) -> dict[str, Any]:
@@ -108,14 +108,14 @@ def pack(model: Models, optimizer: Optimizer, *, for_writing: bool = True) -> di
     names = names_of(listed(model), optimizer)
     packed: dict[str, Any] = {}
     state = optimizer.state if for_writing else state_to_read(optimizer)
-    for parameter, group in parameters_of(optimizer):
-        fqn = names[parameter][0]
-        for name, value in state.get(parameter, {}).items():
-            _check_value(parameter, fqn, name, value)
-            packed[f"{STATE}{fqn}.{name}"] = value
-        for option, value in group.items():
-            if option != "params":
-                packed[f"{GROUPS}{fqn}.{option}"] = _plain(value)
+    for group in optimizer.param_groups:
+        options = {name: _plain(value) for name, value in group.items() if name != "params"}
+        for parameter in group["params"]:
+            fqn = names[parameter][0]
+            for name, value in state.get(parameter, {}).items():
+                _check_value(parameter, fqn, name, value)
+                packed[f"{STATE}{fqn}.{name}"] = value
+            packed |= {f"{GROUPS}{fqn}.{name}": value for name, value in options.items()}
     return dict(sorted(packed.items()))
 
 
@@ -127,8 +127,9 @@ def wrapper_of(optimizer: Any) -> Any:
 
 def state_to_read(optimizer: Optimizer) -> Mapping[Tensor, Mapping[str, Any]]:
     """Return the final state by parameter, for a caller that does not write to it."""
-    if isinstance(optimizer, HybridDeviceOptimizer):
-        return optimizer._for_checkpoints.read()
+    wrapper = wrapper_of(optimizer)
+    if isinstance(wrapper, HybridDeviceOptimizer):
+        return wrapper._for_checkpoints.read()
     return optimizer.state
 
 
@@ -137,13 +138,13 @@ def groups_of(optimizer: Optimizer, names: Mapping[Tensor, Names]) -> list[list[
     return [[names[p] for p in group["params"]] for group in optimizer.param_groups]
 
 
-def check_told(found: Match, names: Mapping[Tensor, Names], where: str) -> None:
-    """Refuse a load without state and options of a trained parameter: its state would be reset.
+def check_complete(found: Match, names: Mapping[Tensor, Names], where: str) -> None:
+    """Refuse a load that would reset the state of a trained parameter.
 
     Raises:
-        StateDictError: a trained parameter has neither.
+        StateDictError: the checkpoint has neither state nor options of it.
     """
-    lost = sorted(n[0] for p, n in names.items() if p.requires_grad and n[0] in found.untold)
+    lost = sorted(n[0] for p, n in names.items() if p.requires_grad and n[0] in found.absent)
     if lost:
         raise StateDictError(
             f"optimizer state in {where}",
@@ -153,7 +154,7 @@ def check_told(found: Match, names: Mapping[Tensor, Names], where: str) -> None:
         )
 
 
-def hand_over(
+def load_state(
     optimizer: Optimizer,
     names: Mapping[Tensor, Names],
     state: Mapping[str, Mapping[str, Any]],
@@ -167,13 +168,6 @@ def hand_over(
     optimizer.load_state_dict({"state": dict(state), "param_groups": groups})
 
 
-def parameters_of(optimizer: Optimizer) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-    """Yield every parameter with its group."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            yield parameter, group
-
-
 def names_of(models: Sequence[nn.Module], optimizer: Optimizer) -> dict[Tensor, list[str]]:
     """Find the FQNs of each parameter of ``optimizer``; a tied weight has several.
 
@@ -182,7 +176,7 @@ def names_of(models: Sequence[nn.Module], optimizer: Optimizer) -> dict[Tensor, 
     """
     saved, names = dtensor.saved_names(models), dict[Tensor, list[str]]()
     owners: dict[str, Tensor] = {}
-    for parameter, _ in parameters_of(optimizer):
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if parameter not in saved:
             raise ConfigError(
                 f"a parameter of shape {tuple(parameter.shape)}",
@@ -208,7 +202,7 @@ def same_names(names: Sequence[str]) -> ConfigError:
 
 
 def some(names: Sequence[str]) -> str:
-    """List the first names, for an error."""
+    """List the first five names, for an error."""
     shown = ", ".join(names[:5]) or "none"
     return f"{shown}, ... ({len(names)} in all)" if len(names) > 5 else shown
 
@@ -219,10 +213,9 @@ def _plain(value: Any) -> Any:
 
 
 def _check_value(parameter: Tensor, fqn: str, name: str, value: Any) -> None:
-    """Refuse state of a sharded parameter that would be saved as if all ranks had the same."""
-    if not isinstance(value, Tensor):
-        return
-    if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.dim() > 0:
+    """Refuse a shard's state that is a plain tensor: DCP would save that of one rank."""
+    is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor) and value.dim() > 0
+    if isinstance(parameter, DTensor) and is_plain:
         raise StateDictError(
             f"state {name!r} of {fqn} with shape {tuple(value.shape)}",
             reason="only this rank's shard has it, and it is not sharded like the "
@@ -245,7 +238,7 @@ def _pack_plain(models: Sequence[nn.Module], optimizer: Optimizer) -> dict[str, 
 
 
 def weights_of(models: Sequence[nn.Module]) -> dict[str, Any]:
-    """Return the live parameters and buffers of all models, by FQN; those in host memory there.
+    """Return the live parameters and buffers of all models by FQN, wherever their memory is.
 
     Raises:
         ConfigError: two models have equal names.
@@ -265,7 +258,7 @@ def _in_memory(value: Any) -> Any:
 
 
 def wait_for(models: Sequence[nn.Module]) -> None:
-    """Block until the current stream is done, because threads read on their own streams."""
+    """Block until the current stream is done: threads read on streams of their own."""
     # A rank of a pipeline may hold nothing.
     tensors: list[Tensor] = [parameter for model in models for parameter in model.parameters()]
     tensors = tensors or [buffer for model in models for buffer in model.buffers()]
@@ -279,8 +272,8 @@ def collect(
     """Collect the content of a save, in the order of the current stream: weights as
     ``model.{fqn}``, state as ``optim.{key}``, and ``extra`` as bytes.
 
-    The first rank of a parameter's mesh alone gives options and step counts, which all ranks have:
-    they all go to the coordinator.
+    All ranks have the same options and step counts. Only the first rank of a parameter's mesh
+    returns them, because every planned item travels to the coordinator.
     """
     state: dict[str, Any] = {f"model.{fqn}": value for fqn, value in weights_of(models).items()}
     if optimizer is not None:
@@ -319,10 +312,10 @@ def checked_optimizer(optimizer: Any) -> Optimizer | None:
 def held(
     optimizer: Optimizer | None, *, saves: bool = True
 ) -> contextlib.AbstractContextManager[None]:
-    """Make other threads wait before they step, inside a save, or else a load.
+    """Make other threads' steps wait while this thread saves, or loads.
 
     Raises:
-        BusyError: a signal handler called it in the middle of a step.
+        BusyError: a signal handler calls this in the middle of a step.
     """
     if isinstance(optimizer, HybridDeviceOptimizer):
         view = optimizer._for_checkpoints
@@ -331,10 +324,10 @@ def held(
 
 
 def encode(value: Any, what: str) -> bytes:
-    """Encode ``value`` like ``torch.save``.
+    """Encode ``value`` with ``torch.save``.
 
     Raises:
-        ConfigError: ``torch.load(weights_only=True)``, which loads use, refuses it.
+        ConfigError: ``torch.load(weights_only=True)``, which every load uses, refuses it.
     """
     buffer = io.BytesIO()
     try:
@@ -351,7 +344,7 @@ def encode(value: Any, what: str) -> bytes:
 
 
 def decode(data: io.BytesIO) -> Any:
-    """Decode what :func:`encode` made, and run no code that it names.
+    """Decode the result of :func:`encode`, and run no code that the data name.
 
     Raises:
         Exception: whatever torch raises for other data.

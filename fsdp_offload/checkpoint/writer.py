@@ -56,7 +56,7 @@ class Writer(StorageWriter):
     unchanged. torch's own reader for ``dcp.load`` reads it, too.
 
     Args:
-        path: as of :func:`.save`, like ``overwrite``, ``keep_last`` and ``threads``; a relative
+        path: see :func:`.save`, also for ``overwrite``, ``keep_last`` and ``threads``; a relative
             path starts at the current folder.
         optimizer_class: name of the optimizer's class, for a load to compare; empty: unknown.
 
@@ -68,7 +68,7 @@ class Writer(StorageWriter):
 
     _aside: Path | None = None  # the coordinator's working folder, during a save
     _made_parents: Sequence[Path] = ()
-    # Ranks that save, if known: without the process group DCP would save the state of one rank.
+    # Number of ranks, if known: DCP saves one rank's state if the process group is gone by then.
     _ranks: int | None = None
 
     def __init__(
@@ -87,7 +87,7 @@ class Writer(StorageWriter):
         self._ended = threading.Event()
 
     def __del__(self) -> None:
-        """Discard the folder of a failed ``dcp.save``, which nothing else reports."""
+        """Discard the folder of a failed ``dcp.save``: DCP tells no writer of a failure."""
         if self._aside is not None:
             self.discard()
 
@@ -130,7 +130,7 @@ class Writer(StorageWriter):
         self._made_parents = [each for each in self.path.parents if not each.exists()]
         self._aside = folder.prepare(self.path, overwrite=self._overwrite)
         self._ended = threading.Event()
-        with contextlib.suppress(RuntimeError):  # the interpreter ends and starts no thread
+        with contextlib.suppress(RuntimeError):  # an ending interpreter starts no thread
             life = (self._aside, self._ended)
             threading.Thread(target=folder.show_life, args=life, daemon=True).start()
         files = (f"{self._aside.name}/__{rank}_0.distcp" for rank in range(len(plans)))
@@ -200,10 +200,11 @@ class Writer(StorageWriter):
     def discard(self) -> None:
         """Remove the folder of a failed save."""
         self._ended.set()
-        if self._aside is not None and self._pid == os.getpid():  # a fork inherits the parent's
+        # A forked child inherits the writer of a save that its parent still runs.
+        if self._aside is not None and self._pid == os.getpid():
             folder.discard(self._aside)
             for made in self._made_parents:
-                with contextlib.suppress(OSError):  # others may use it by now
+                with contextlib.suppress(OSError):  # another job may use it by now
                     made.rmdir()
         self._aside = None
 
@@ -251,7 +252,7 @@ class _Item:
 
 
 def _layout(plan: SavePlan, planner: SavePlanner) -> list[_Item]:
-    """Order the items, equally on every rank, each at a multiple of 64 bytes."""
+    """Order the items by key and offset, each at a multiple of 64 bytes."""
     items: list[_Item] = []
     offset = 0
     for request in sorted(plan.items, key=lambda i: (i.index.fqn, i.index.offset or ())):
@@ -293,7 +294,7 @@ def _write_file(path: Path, items: list[_Item], threads: int | None) -> tuple[in
 
 
 def _write_block(descriptor: int, path: Path, item: _Item, start: int) -> int:
-    """Write the bytes of an item from ``start`` to the end of their block; returns their CRC-32."""
+    """Write one block of an item, from ``start``; return its CRC-32."""
     stop = min(start + BLOCK_BYTES, item.nbytes)
     crc, at = 0, 0
     for source in (item.before, item.data, item.after):

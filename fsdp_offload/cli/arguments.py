@@ -57,18 +57,12 @@ def plan(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``plan``."""
     add = parser.add_argument
     size = parser.add_mutually_exclusive_group(required=True)
-    size.add_argument(
-        "--params", help="number of parameters: 8e9, 8B, 500M; plan assumes the usual shape"
-    )
+    params = "number of parameters: 8e9, 8B, 500M; plan assumes the usual shape"
+    size.add_argument("--params", help=params)
     size.add_argument("--config", type=Path, help="config.json of a Hugging Face model")
     add("--gpus", type=at_least(1), default=1, help="GPUs that share the model")
-    add(
-        "--gpu",
-        choices=CARDS,
-        default="h100-80",
-        help="GPU model: " + ", ".join(CARDS),
-        metavar="CARD",
-    )
+    cards = "GPU model: " + ", ".join(CARDS)
+    add("--gpu", choices=CARDS, default="h100-80", help=cards, metavar="CARD")
     link = "GB/s between GPU and host, each way with both busy, as `doctor` measures it"
     add("--link", type=at_least(0.1, float), help=link)
     compute = "milliseconds of an iteration in which nothing moves over the link"
@@ -76,11 +70,8 @@ def plan(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=at_least(1), default=16384, help="tokens per iteration and GPU")
     add("--weights", choices=("bf16", "fp32"), default="bf16", help="dtype of the parameters")
     add("--moments", choices=("fp32", "bf16", "int8"), default="fp32", help="how to store moments")
-    add(
-        "--no-checkpointing",
-        action="store_true",
-        help="keep all activations instead of recomputing them",
-    )
+    kept = "keep all activations instead of recomputing them"
+    add("--no-checkpointing", action="store_true", help=kept)
     kinds = "what may leave the GPU: optimizer state, or also weights and gradients"
     add("--offload", choices=("state", "all"), default="state", help=kinds)
     add("--device-memory", default="auto", help="GPU memory for what may leave: auto, 0, 8GiB")
@@ -107,9 +98,8 @@ def export(parser: argparse.ArgumentParser) -> None:
 def bench(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``bench``."""
     add = parser.add_argument
-    add(
-        "--device", choices=("cuda", "cpu"), help="default: cuda if available; cpu uses small sizes"
-    )
+    device = "default: cuda if available; cpu uses small sizes"
+    add("--device", choices=("cuda", "cpu"), help=device)
     add("--json", type=Path, help="file for all figures, as JSON")
     helps = {"tokens": "tokens per iteration and rank", "seq": "tokens per sequence"}
     for size in ("layers", "dim", "vocabulary", "tokens", "seq"):

@@ -33,7 +33,7 @@ from ..update.kernels import triton_kernels
 from .check import Check
 
 _OWN_BYTES: Final = 1 << 30
-"""A context and the driver itself take less than this on one device."""
+"""A context and the driver take less than this on one device."""
 _PIN_BYTES: Final = 64 << 20
 _SHARE: Final = 0.6
 """Copies reach 80 to 90 % of PCIe's rate; less than this share is a fault."""
@@ -102,10 +102,8 @@ def driver_version(root: Path) -> str:
 
 def _number(text: str) -> float:
     """Parse the number that the text begins with; 0 for "Unknown"."""
-    try:
-        return float(text.split()[0])
-    except (IndexError, ValueError):
-        return 0.0
+    found = re.match(r"\d+(\.\d+)?", text)
+    return float(found[0]) if found else 0.0
 
 
 def _read(path: Path) -> str:

@@ -12,7 +12,7 @@ def run(options: argparse.Namespace) -> int:
     """Write the files, and print their paths.
 
     Raises:
-        OffloadError: as of ``checkpoint.export_safetensors``.
+        OffloadError: see ``checkpoint.export_safetensors``.
     """
     files = export_safetensors(
         options.checkpoint,

@@ -1,7 +1,7 @@
 """The command line: a table of subcommands, one line for an error.
 
-Exit codes: 0, and 2 for wrong usage, which a value out of range is. 1: the command failed, or
-found a fault of the kinds in docs/command-line.md.
+Exit codes: 0; 1 if the command failed, or found a fault that docs/command-line.md lists; 2 for
+wrong usage, which includes values out of range.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ def main(words: Sequence[str] | None = None) -> int:
         code = _run(words)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # the reader, such as head, has had enough: not worth a line
+    except BrokenPipeError:  # a reader such as head has closed the pipe: not an error to print
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except ConfigError as error:  # of an option's value; 1 may be an answer, as of plan
+    except ConfigError as error:  # an option's value is wrong; 1 may be an answer, as plan's is
         return _failed(str(error), code=2)
     except OffloadError as error:
         return _failed(str(error))
     except OSError as error:
-        if error.errno is None:  # torch's, of a library that it cannot load
+        if error.errno is None:  # torch cannot load a library
             return _failed(str(error), f"see {PROGRAM} doctor")
         remedy = "use a path that this user may read or write, with space for the files"
         return _failed(f"{error.filename or type(error).__name__}: {error.strerror}", remedy)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -79,7 +81,7 @@ def model_of(options: argparse.Namespace) -> Model:
         return Model.of_size(number_of(options.params))
     try:
         return model_of_config(json.loads(options.config.read_text()))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise ConfigError(
             f"--config {options.config}", reason=str(error), remedy="name a config.json"
         ) from None
@@ -88,12 +90,10 @@ def model_of(options: argparse.Namespace) -> Model:
 def number_of(text: str) -> float:
     """Parse ``8B``, ``8e9``, ``500M``."""
     unit = _UNITS.get(text[-1:].upper())
-    try:
+    with suppress(ValueError):
         number = float(text[:-1]) * unit if unit else float(text)
-        if number > 0:
+        if 0 < number < math.inf:
             return number
-    except ValueError:
-        pass
     raise ConfigError(
         f"--params {text}", reason="not a number of parameters", remedy="write 8e9, 8B or 500M"
     )

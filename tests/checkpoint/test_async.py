@@ -6,7 +6,6 @@ import collections
 import contextlib
 import dataclasses
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -175,20 +174,6 @@ def test_async_save_of_torch_takes_the_state_of_that_step(
     ranks: Ranks, tmp_path: Path, process: bool, plugins: bool
 ) -> None:
     ranks(2).run(by_torch, tmp_path / "one", process, plugins)
-
-
-def test_weights_alone_are_saved_beside_training(tmp_path: Path) -> None:
-    model = nn.Linear(300, 100)
-    weight = model.weight.detach().clone()
-    with gate():
-        future = checkpoint.async_save(tmp_path / "one", model)
-        model.weight.data.zero_()
-    future.result(60)
-
-    state = {"model": {"weight": torch.zeros(100, 300), "bias": torch.zeros(100)}}
-    with warnings.catch_warnings(action="ignore"):  # that there is no process group
-        dcp.load(state, checkpoint_id=tmp_path / "one", no_dist=True)
-    assert torch.equal(state["model"]["weight"], weight)
 
 
 class Marked(Tensor):

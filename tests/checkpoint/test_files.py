@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from fsdp_offload import CheckpointCorruptError, CheckpointError, ConfigError
 from fsdp_offload.checkpoint import Reader, Writer, files, latest, reader, writer
-from fsdp_offload.checkpoint.files import Checksums, encode_table, envelope, read_table
+from fsdp_offload.checkpoint.files import Checksums, encode_table, read_table
 from tests.helpers.compare import assert_same
 
 pytestmark = [
@@ -121,24 +121,6 @@ def test_the_path_may_be_given_to_dcp(tmp_path: Path) -> None:
     found = {"a": torch.zeros(5)}
     dcp.load(found, checkpoint_id=tmp_path / "b", storage_reader=Reader(tmp_path / "a"))
     assert_same(found, state)
-
-
-@pytest.mark.usefixtures("small_blocks")
-def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
-    found = []
-    for name, threads in (("a", 1), ("b", 4)):
-        write(tmp_path / name, some_state(), threads=threads)
-        found.append((tmp_path / name / DATA).read_bytes())
-    assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.uint16, torch.float8_e4m3fn])
-def test_an_envelope_is_what_torch_writes_around_elements(dtype: torch.dtype) -> None:
-    before, after = envelope(dtype, (1 << 30,))  # of which no memory is touched
-
-    assert before.startswith(b"PK")
-    assert after
-    assert len(before) % files.ALIGNMENT_BYTES == 0, "elements are not aligned"
 
 
 def test_short_writes_and_reads_are_continued(

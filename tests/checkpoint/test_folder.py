@@ -84,16 +84,6 @@ def names(where: Path) -> list[str]:
     return sorted(path.name for path in where.iterdir())
 
 
-def test_a_published_folder_is_complete_and_alone(tmp_path: Path) -> None:
-    save(tmp_path / "a", "one")
-    assert names(tmp_path) == ["a"]
-    assert names(tmp_path / "a") == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
-    manifest = read_manifest(tmp_path / "a")
-    assert manifest is not None
-    assert (manifest.world_size, manifest.optimizer) == (2, "AdamW")
-    assert set(manifest.files) == {".metadata", "__0_0.distcp", "__1_0.distcp"}
-
-
 def test_the_latest_is_the_last_one_whatever_name_clock_and_times_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,10 +58,11 @@ def plain(value: Any) -> Any:
     [
         (5, 7),
         ({"scale": 0.5, "history": [1, 2]}, {"scale": 1.0, "more": None}),
-        (torch.arange(3), torch.zeros(3, dtype=torch.int64)),
+        (torch.arange(3), torch.zeros(5)),
+        (torch.tensor(1), 7),
         (io.BytesIO(b"abc"), io.BytesIO(b"")),
     ],
-    ids=["int", "dict", "tensor", "bytes"],
+    ids=["int", "dict", "tensor", "tensor for an int", "bytes"],
 )
 @pytest.mark.parametrize("with_optimizer", [False, True])
 def test_extra_state_of_a_module_comes_back(
@@ -193,6 +194,28 @@ def test_what_does_not_fit_is_refused_before_anything(
         checkpoint.load(tmp_path / "one", *loading)
     assert_same(values_of(loading), before)
     step(loading)
+
+
+@pytest.mark.parametrize(
+    ("stored", "words"),
+    [
+        (5, "of a plain Python type"),
+        (torch.full((2,), 0.5), "of torch.float32: this model's tensor has torch.int64"),
+        (torch.ones(2, dtype=torch.complex64), "of torch.complex64"),
+    ],
+)
+def test_a_weight_of_another_kind_of_numbers_is_refused(
+    tmp_path: Path, stored: Any, words: str
+) -> None:
+    model = layers(2)
+    model.register_buffer("count", torch.zeros(2, dtype=torch.int64))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    weights = {name: torch.ones_like(value) for name, value in before.items()}
+    dcp_save({"model": {**weights, "count": stored}}, tmp_path)
+
+    with pytest.raises(StateDictError, match=words):
+        checkpoint.load(tmp_path, model)
+    assert_same(model.state_dict(), before)
 
 
 def test_masters_alone_are_loaded_where_the_class_can_keep_more(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_options_are_read_in_every_form(layout: KeyLayout, form: str) -> None:
     found = matched({**dict.fromkeys(keys_of(layout)), **values})
 
     assert found.options == [{"lr": 0.5}]
-    assert not found.untold
+    assert not found.absent
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -107,20 +107,18 @@ def test_any_parameter_of_a_group_speaks_for_it(form: str) -> None:
     found = matched(values, [[["new"], *([f] for f in FQNS)], [["newer"]]])
 
     assert found.options == [{"lr": 0.5}, {}]
-    assert found.untold == {"new", "newer", *FQNS[:2]}
+    assert found.absent == {"new", "newer", *FQNS[:2]}
 
 
 def test_options_of_a_parameter_called_by_a_number() -> None:
     found = matched({"optim.param_groups.0.lr": 0.5}, [[["0"]]])
     assert found.options == [{"lr": 0.5}]
-    assert not found.untold
+    assert not found.absent
 
 
 def test_groups_without_names_give_no_options() -> None:
     values = dict.fromkeys(keys_of(OURS)) | {"optim.param_groups": [{"lr": 0.5}]}
-    found = matched(values)
-    assert found.options == [{}]
-    assert found.untold == {*FQNS[2:]}
+    assert matched(values).options == [{}]
 
 
 def test_a_tied_weight_is_found_under_any_of_its_names() -> None:
@@ -142,9 +140,3 @@ def test_a_tied_weight_is_found_under_any_of_its_names() -> None:
     keys = ["optim.state.embed.step", "optim.state.head.step"]
     assert both.state["embed"] == {"step": keys}
     assert both.weights["embed"] == "model.embed"
-
-
-def test_state_of_weights_that_no_group_holds_is_named() -> None:
-    weights = {fqn: [fqn] for fqn in FQNS}
-    found = match(OURS, keys_of(OURS), weights, [[[FQNS[0]]]], lambda keys: {})
-    assert found.left == [FQNS[1]]

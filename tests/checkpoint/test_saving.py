@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -77,37 +75,6 @@ def check_values(pair: Pair, expected: dict[str, Tensor]) -> None:
     models.check_same_dicts(values_of(pair), expected, "values")
 
 
-SCRIPT = """
-import sys, torch
-from fsdp_offload import checkpoint
-torch.manual_seed(0)
-model = torch.nn.Sequential(*(torch.nn.Linear(400, 400) for _ in range(100)))
-checkpoint.async_save(sys.argv[1], model)
-"""
-
-
-@pytest.mark.long
-def test_a_save_beside_a_script_that_ends_is_completed(tmp_path: Path) -> None:
-    """The script has no other line."""
-    path = tmp_path / "one"
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(path)],
-        cwd=root, env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-
-    assert done.returncode == 0, done.stderr
-    assert checkpoint.latest(tmp_path) == path, done.stderr
-    torch.manual_seed(0)
-    expected = layers(*[400] * 100).state_dict()
-    with torch.device("meta"):
-        loaded = layers(*[400] * 100)
-    loaded.to_empty(device="cpu")
-    checkpoint.load(path, loaded)
-    assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
-
-
 def test_links_are_no_checkpoints_of_their_own(tmp_path: Path) -> None:
     """Neither counted nor followed, wherever they lead."""
     model, run = nn.Linear(2, 2), tmp_path / "run"
@@ -159,15 +126,19 @@ def test_extra_is_that_of_rank_0_alone(ranks: Ranks, tmp_path: Path) -> None:
         assert found == [{"rank": 0}, {"rank": 0}, {}]
 
 
-def save_other_shapes(root: Path) -> OffloadError | None:
-    model = layers(4 + dist.get_rank())
-    return refusal(lambda: checkpoint.save(root / "one", model))
+def save_other_tensors(root: Path) -> list[OffloadError | None]:
+    shape = layers(4 + dist.get_rank())
+    dtype = layers(4).to((torch.float32, torch.bfloat16)[dist.get_rank()])
+    calls = [partial(checkpoint.save, root / "one", model) for model in (shape, dtype)]
+    return [refusal(call) for call in calls]
 
 
-def test_ranks_with_other_shapes_under_one_name_are_refused(ranks: Ranks, tmp_path: Path) -> None:
-    for error in ranks(2).run(save_other_shapes, tmp_path):
-        assert isinstance(error, ConfigError)
-        assert "model.0.weight of shapes (4, 4) and (5, 5)" in str(error)
+def test_ranks_with_other_tensors_under_one_name_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    for shape, dtype in ranks(2).run(save_other_tensors, tmp_path):
+        assert isinstance(shape, ConfigError)
+        assert isinstance(dtype, ConfigError)
+        assert "model.0.weight of (4, 4) torch.float32 and (5, 5) torch.float32" in str(shape)
+        assert "model.0.weight of (4, 4) torch.float32 and (4, 4) torch.bfloat16" in str(dtype)
     assert not list(tmp_path.iterdir())
 
 
@@ -193,7 +164,7 @@ def save_between_steps(root: Path) -> None:
     fetched.append(train(3))
     checkpoint.async_save(root / "two", model, optimizer).result(60)
     fetched.append(train(4))
-    export_safetensors(model, root / "export", optimizer=optimizer, dtype="fp32")
+    export_safetensors(model, root / "export", optimizer=inner, dtype="fp32")
     fetched.append(train(6))
     check(not any(fetched), f"{fetched}")
 

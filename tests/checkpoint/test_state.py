@@ -119,14 +119,6 @@ def test_names_are_those_that_torch_saves() -> None:
     assert {"state.0.weight.step", "state.1.weight.step"} <= packed.keys()
 
 
-def test_a_plain_optimizer_is_packed_by_torch() -> None:
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    packed = pack(model, optimizer)
-
-    assert list(packed) == sorted(get_optimizer_state_dict(model, optimizer, options=FLAT))
-
-
 def test_parts_of_a_pipeline_are_packed_together() -> None:
     """Under the same names as with a plain optimizer."""
     parts = [nn.Sequential(nn.Linear(3, 3)), nn.ModuleDict({"last": nn.Linear(3, 1)})]

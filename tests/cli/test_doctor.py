@@ -6,7 +6,6 @@ import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -198,14 +197,13 @@ def test_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.10  Mon Jan  1\nGCC version: 11.4"
 
 
-@pytest.fixture
-def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Everything that is asked of a CUDA device, as it should be; a test changes some of it."""
+def test_a_device_as_it_should_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = link(two_nodes(tmp_path, near=f"0-{max(os.sched_getaffinity(0))}"), "32.0 GT/s", "16")
     write(root, {"proc/driver/nvidia/version": DRIVER})
     cgroup = {"memory.max": str(500 * GIB), "memory.high": "max", "memory.current": "0"}
     write(root, {f"sys/fs/cgroup/{name}": text for name, text in cgroup.items()})
-    figures: dict[str, Any] = {"free": 79 * GIB, "h2d": 55.0, "pin": lambda *_: None, "triton": 1}
     properties = SimpleNamespace(
         name="H100", total_memory=80 * GIB, pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0
     )
@@ -213,52 +211,25 @@ def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "device_count": lambda: 1,
         "get_device_properties": lambda *_: properties,
         "set_device": lambda *_: None,
-        "mem_get_info": lambda *_: (figures["free"], 80 * GIB),
+        "mem_get_info": lambda *_: (79 * GIB, 80 * GIB),
         "memory_reserved": lambda *_: 0,
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(doctor, "_ROOT", root)
-    monkeypatch.setattr(devices, "pin", lambda *given: figures["pin"](*given))
-    monkeypatch.setattr(devices, "unpin", lambda *given: None)
-    monkeypatch.setattr(checks, "triton_kernels", lambda: figures["triton"])
+    for name in ("pin", "unpin"):
+        monkeypatch.setattr(devices, name, lambda *_: None)
+    monkeypatch.setattr(checks, "triton_kernels", lambda: 1)
+    gbps = {"h2d_gbps": 55.0, "d2h_gbps": 54.0, "h2d+d2h_gbps": 90.0}
+    monkeypatch.setattr(checks, "measure_link", lambda *_: gbps)
 
-    def measure_link(*_: object) -> dict[str, float]:
-        return {"h2d_gbps": figures["h2d"], "d2h_gbps": 54.0, "h2d+d2h_gbps": 90.0}
-
-    monkeypatch.setattr(checks, "measure_link", measure_link)
-    return figures
-
-
-def states(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     main(["doctor", "--json"])
     rows = json.loads(capsys.readouterr().out)["checks"]
-    return {row["name"]: row["state"] for row in rows}
-
-
-def test_a_device_as_it_should_be(
-    device: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = states(capsys)
+    found = {row["name"]: row["state"] for row in rows}
     wanted = {"device", "host memory", "NUMA", "triton", "other processes", "page-locking"}
     assert found.keys() >= wanted | {"link"}
     assert set(found.values()) <= {"ok"}, found
-
-
-def test_faults_of_a_device(device: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    def refused(address: int, n_bytes: int, of: torch.device) -> None:
-        assert address % 4096 == 0
-        raise PinningError("memory", reason="cudaHostRegister answered 2")
-
-    good = states(capsys)
-    device |= {"free": 10 * GIB, "h2d": 6.0, "pin": refused, "triton": None}
-    found = states(capsys)
-    changed = {name: state for name, state in found.items() if state != good[name]}
-    assert changed == {
-        "other processes": "warning", "link": "warning", "page-locking": "error",
-        "triton": "warning",
-    }  # fmt: skip
 
 
 def test_the_driver_says_its_version(tmp_path: Path) -> None:
