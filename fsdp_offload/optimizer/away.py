@@ -129,9 +129,8 @@ class Away:
             return self._copy()
 
     def _copy(self) -> Tensor:
-        copy, backend = self.kept, self._weights.backend
-        if copy is None:
-            copy = torch.empty_like(self._values, device=backend.device)
+        kept, backend = self.kept, self._weights.backend
+        copy = torch.empty_like(self._values, device=backend.device) if kept is None else kept
         if copy is not self.kept or self._age != age([self]):
             self._fill(copy)
         elif self._arrived is not None:
@@ -140,12 +139,11 @@ class Away:
 
     def used(self, shard: Tensor, *, is_shared: bool, is_written: bool = False) -> None:
         """See :class:`.Keeper`."""
-        is_written = is_written or shard._version != self._version
-        if is_shared or is_written:
+        if is_shared or is_written or shard._version != self._version:
             self.kept = shard
-        if is_written and not is_shared:  # else a loop over all weights would fill the device
-            with self._weights.turn():
-                self.flush()
+            if not is_shared:  # a loop over all weights would fill the device
+                with self._weights.turn():
+                    self.flush()
 
     def local(self) -> Tensor:
         """See :class:`.Keeper`."""

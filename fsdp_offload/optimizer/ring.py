@@ -92,8 +92,7 @@ class Ring:
         self._waiting = deque[tuple[Event, RingBucket, int]]()  # updates in the device's queues
         self._iteration = 0
         self._unread: Counter[int] = Counter()  # per parameter, buckets that may read its gradient
-        self.is_busy = False
-        """Whether updates are being enqueued now."""
+        self.is_busy = False  # whether updates are being enqueued now
         self._head = 0  # next position to be updated
         self._travelled = 0  # stored buckets of this iteration
         self._fetched = 0  # first position that is not in a slot yet
@@ -441,10 +440,8 @@ class Ring:
 
     def _write_back(self, indices: Sequence[int]) -> None:
         blocks = [self.buckets[index].block for index in indices]
-        ahead = [block for block in blocks if block.residence is Residence.DIRTY]
-        for block in ahead:
-            self.link.store(block)
-        if ahead:
+        if ahead := [block for block in blocks if block.residence is Residence.DIRTY]:
+            self.link.store(*ahead)
             self.link.finish_stores()
         for block in ahead:
             block.ended()

@@ -23,8 +23,6 @@ SLOTS: Final = 3
 KEPT: Final = 2
 """Groups that keep their slots in backward: the one whose gradients are computed, and the one that
 FSDP2 gathers meanwhile."""
-NEVER: Final = -1
-"""Age of what a slot has before its first fetch for a group."""
 STEP: Final = -1
 """Stands for a step among the indices of groups."""
 
@@ -41,7 +39,7 @@ class Slot:
         self.number, self.memory = number, memory
         self.arrived: Event  # after it, the memory may be read
         self.missing = set[Block]()  # updates bring them, before the group is there
-        self.age = NEVER  # of the group, when it was fetched or brought
+        self.age = -1  # of the group, when it was fetched or brought
         self.free: Event | None = None  # after it, the memory may be written into
         self.blocks: list[Block] = []  # one per group
 
@@ -72,8 +70,7 @@ class WeightSlots:
         self._free = list(slots)
         self.held: dict[int, Slot] = {}
         """By group; the one that was fetched first comes first."""
-        self.lent = set[int]()
-        """Groups that FSDP2 gathers now."""
+        self.lent = set[int]()  # groups that FSDP2 gathers now
         self._follows: dict[tuple[int, int], int] = {}  # gathers: which came after which two
         self._last = (STEP, STEP)
 
@@ -102,7 +99,7 @@ class WeightSlots:
                 return None
             self.evict(other)
         slot = self._free.pop()
-        slot.age = NEVER  # if Ctrl-C prevents the fetch
+        slot.age = -1  # none, if Ctrl-C prevents the fetch
         slot.missing.clear()
         self.held[index] = slot
         return slot

@@ -73,8 +73,7 @@ class Weights:
     ) -> None:
         self.backend = backend
         self._pid, self._lock = os.getpid(), threading.RLock()
-        self.staying_bytes = 0
-        """Of weights that could have left."""
+        self.staying_bytes = 0  # of weights that could have left
         self._link = Link(backend, "weights", turn_bytes=TURN_BYTES)
         self._pool = HostPool("HybridDeviceOptimizer: weights", backend, config.transfer)
         self._link.end_with(self, self._pool)
@@ -95,8 +94,7 @@ class Weights:
         found = {each.held.parameter: each for group in self.away for each in group}
         self.trained = {p: each for p, each in found.items() if p.requires_grad}
         """What its optimizer updates."""
-        self.moved_bytes = 0
-        """Of parameters that ``CPUOffloadPolicy`` had on the CPU, on all ranks."""
+        self.moved_bytes = 0  # of parameters that CPUOffloadPolicy had on the CPU, on all ranks
         self._link.follow(backend.current_stream().record(), stores=False)  # the slots' last use
         for index, (group, away) in enumerate(zip(groups, self.away, strict=True)):
             if away:
@@ -142,8 +140,7 @@ class Weights:
         for bucket in buckets:
             slices = ((params[s.spec.index].parameter, s) for s in bucket.bucket.slices)
             known = ((self.trained.get(parameter), s) for parameter, s in slices)
-            found = [(each, s.start, s.stop) for each, s in known if each is not None]
-            if found:
+            if found := [(each, s.start, s.stop) for each, s in known if each is not None]:
                 self._parts[bucket.weights] = found
             for away in dict.fromkeys(each for each, _, _ in found):
                 away.blocks.append(bucket.weights)
@@ -152,8 +149,8 @@ class Weights:
     def exchange_written(self) -> None:
         """Before and after updates: exchange with host memory what the caller has written, and what
         code that holds a view of a copy is to see."""
-        kept = [away for away in self.trained.values() if away.kept is not None]
-        if kept:  # a turn enqueues all updates
+        if kept := [away for away in self.trained.values() if away.kept is not None]:
+            # A turn enqueues all updates.
             with self.turn():
                 for away in kept:
                     away.flush()
