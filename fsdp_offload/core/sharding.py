@@ -1,4 +1,4 @@
-"""``shard``: apply FSDP2 to the repeated blocks of a model and to its root, also in one process."""
+"""``shard``: apply FSDP2 to the repeated blocks of a model and to its root, even in one process."""
 
 from __future__ import annotations
 

@@ -113,11 +113,6 @@ def test_bits_are_those_of_the_plain_module(
     assert_same([*mine.parameters(), *mine.buffers()], [*plain.parameters(), *plain.buffers()])
 
 
-def test_updates_run_beside_the_forward() -> None:
-    model = fsdp_offload.shard(Model())
-    assert HybridDeviceOptimizer(adamw(model), model).statistics().overlap == "forward"
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch's own
 def test_compiled_blocks_train() -> None:
     plain = Model()
