@@ -401,6 +401,15 @@ class JobLoadPlanner(FlatLoadPlanner):
                 live = _shard_like(parameter, entry.properties.dtype, device)
             else:
                 live = torch.zeros(entry.size, dtype=entry.properties.dtype)
+        elif isinstance(live, Tensor) and not isinstance(entry, TensorStorageMetadata):
+            # Another program may store a step count as a plain number.
+            value = read_values(self._reader, keys[:1])[keys[0]]
+            if not isinstance(value, int | float):
+                raise StateDictError(
+                    f"{keys[0]} of type {type(value).__name__}",
+                    reason="this job has a tensor under this key",
+                    remedy="build the model and the optimizer that were saved",
+                )
         self._plan_read(fqn, name, keys, live)
 
     def _plan_master(
