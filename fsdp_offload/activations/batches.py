@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable
+from functools import partial
 from itertools import accumulate, compress
 from typing import Final
 
@@ -54,27 +54,26 @@ class SavedRange(MemoryRange):
     __slots__ = ("is_written", "original", "shape", "version")
 
     def __init__(self, batch: Batch, tensor: Tensor) -> None:
-        super().__init__(batch)
-        self.original: Tensor | None = (
-            tensor.detach()
-        )  # until it may be freed; has the version counter
+        super().__init__(partial(batch.copies.need, batch))
+        # Until it may be freed; it has the version counter.
+        self.original: Tensor | None = tensor.detach()
         self.version = tensor._version
         self.shape = (tensor.shape, tensor.dtype)
         self.is_written = False
 
-    def check_version(self) -> None:
+    def note_write(self) -> None:
         """Record whether it was written during its copy."""
         if self.original is not None and self.original._version != self.version:
             self.is_written = True
 
     def restored(self) -> Tensor:
-        """As of :class:`MemoryRange`.
+        """See :class:`MemoryRange`.
 
         Raises:
             ActivationError: an in-place operation wrote to it before its copy had ended.
         """
         words = super().restored()
-        self.check_version()
+        self.note_write()
         if self.is_written:
             raise written_error(*self.shape)
         return words
@@ -83,13 +82,13 @@ class SavedRange(MemoryRange):
 class Batch(Block):
     """Ranges that are copied together. Lives as long as one of them, or its copy out."""
 
-    __slots__ = ("__weakref__", "_copies", "_ranges", "index", "start")
+    __slots__ = ("__weakref__", "_ranges", "copies", "index", "start")
     host: list[Tensor]
     device: list[Tensor]
 
     def __init__(self, copies: BatchCopies) -> None:
         super().__init__([], [], Residence.DIRTY)  # per range, as bytes
-        self._copies = copies
+        self.copies = copies
         self._ranges: list[weakref.ref[SavedRange]] = []
         self.start: int | None = None  # first byte of its host memory
         self.index = 0
@@ -135,13 +134,9 @@ class Batch(Block):
                 found.words = memory
         self.device, self._turns, self.residence = [], None, Residence.DEVICE
 
-    def restore(self) -> None:
-        """As of :class:`.Restorable`."""
-        self._copies.need(self)
-
     def __del__(self) -> None:
         if self.start is not None or self.residence is Residence.FETCHING:
-            self._copies.dropped.append((self.start, self.device, self.arrived))
+            self.copies.dropped.append((self.start, self.device, self.arrived))
 
 
 class BatchCopies:
@@ -152,7 +147,7 @@ class BatchCopies:
         pool: gives host memory.
         n_bytes: host memory to take.
         inflight_bytes: device memory that copies out may hold.
-        is_moved: whether to move a batch, by its number in an iteration.
+        share: share of batches to move.
     """
 
     def __init__(
@@ -161,17 +156,17 @@ class BatchCopies:
         pool: HostPool,
         n_bytes: int,
         inflight_bytes: int,
-        is_moved: Callable[[int], bool],
+        share: float,
     ) -> None:
         self._backend, self._pool, self._arena = backend, pool, pool.take(n_bytes)
-        self._inflight_bytes, self._is_moved = inflight_bytes, is_moved
+        self._inflight_bytes, self._share = inflight_bytes, share
         self.link = Link(backend, "activations", turn_bytes=TURN_BYTES)
         self.intervals = Intervals(n_bytes)
         self.open = Batch(self)
         self.first_index = 0  # first batch of this iteration
         # With the held memory, and its size in host memory.
         self._sending: deque[tuple[Batch, list[Tensor], int]] = deque()
-        self._sending_bytes = 0
+        self.sending_bytes = 0  # device memory that copies out hold
         self._order: list[weakref.ref[Batch]] = []  # in the order of saving
         self._last_back: Event | None = None  # which no copy out has waited for yet
         self.is_closed = False
@@ -192,7 +187,10 @@ class BatchCopies:
         batch.index = self.counts["batches"]
         self.counts["batches"] += 1
         self._order.append(weakref.ref(batch))
-        if self.is_closed or not self._is_moved(batch.index - self.first_index):
+        # Moved batches are spread over the forward. If the first ones moved, they would queue up on
+        # the link, and all be needed at the end of the backward.
+        number = batch.index - self.first_index
+        if self.is_closed or int((number + 1) * self._share) == int(number * self._share):
             return
         sizes = [align(memory.numel(), _ALIGNMENT_BYTES) for memory in batch.device]
         batch.start = self.intervals.take(size := sum(sizes))
@@ -208,7 +206,7 @@ class BatchCopies:
         self.link.store(batch, after=(self._last_back,))
         self._last_back = None
         self._sending.append((batch, batch.device, size))
-        self._sending_bytes += size
+        self.sending_bytes += size
         self._let_go()
 
     def end_forward(self) -> None:
@@ -224,19 +222,19 @@ class BatchCopies:
             batch, _, size = self._sending[0]
             assert batch.stored is not None
             if not batch.stored.query():
-                if self._sending_bytes <= self._inflight_bytes:
+                if self.sending_bytes <= self._inflight_bytes:
                     return
                 self._backend.current_stream().wait(batch.stored)
                 self.counts["waits_for_room"] += 1
             self._sending.popleft()
-            self._sending_bytes -= size
+            self.sending_bytes -= size
             if batch.residence is not Residence.STORING:  # its copy is unused
                 self._give_host(batch)
                 continue
             batch.leave_freed()
             for found in batch.ranges():
                 if found is not None:
-                    found.check_version()
+                    found.note_write()
                     found.original = None
             batch.device = []
             batch.forget()

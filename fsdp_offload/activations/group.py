@@ -6,6 +6,7 @@ memory is freed with its last handle, or with the caller's graph (``retain_graph
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +17,12 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core import storage as storages
 from ..core.errors import ActivationError, ConfigError
-from .handles import MemoryRange, SavedTensor, Saver, unpack
+from .handles import MemoryRange, SavedTensor, unpack
+from .offload import ActivationOffload
 from .selection import Rows, View, rows_or_reason
 from .store import Held, RowStore
+
+_log = logging.getLogger("fsdp_offload")
 
 
 class SavedRows:
@@ -32,7 +36,7 @@ class SavedRows:
 
     def add(self, rows: Rows) -> MemoryRange:
         """Add a range, for :attr:`held`."""
-        made = MemoryRange(self)
+        made = MemoryRange(self.restore)
         self._ranges.append(weakref.ref(made))
         self._row_bytes.append(rows.row_bytes)
         return made
@@ -63,7 +67,7 @@ class StashGroup:
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         self._handles: list[weakref.ref[SavedTensor]] = []
         self._asked_to_keep: list[Tensor] = []
-        self._outer: Saver | None = None  # an ActivationOffload's, which gets kept tensors
+        self._outer: ActivationOffload | None = None  # around this group; gets what it keeps
         self._capacity = 0
         self._count: Tensor | None = None
 
@@ -102,13 +106,15 @@ class StashGroup:
         if not torch.is_grad_enabled():
             return self
         hook = storages.saved_tensor_hook()
-        self._outer = Saver.behind(hook)
+        outer = getattr(hook, "__self__", None)
+        self._outer = outer if isinstance(outer, ActivationOffload) else None
         if hook is not None and self._outer is None and not self._store.is_open:
             self._store.counts["inactive_groups"] += 1
-            self._store.log_once(
-                "PagedStash: a group does nothing inside activation checkpointing or "
-                "other hooks for saved tensors"
-            )
+            if self._store.counts["inactive_groups"] == 1:
+                _log.info(
+                    "PagedStash: a group does nothing inside activation checkpointing or "
+                    "other hooks for saved tensors"
+                )
             return self
         self._store.open()
         hooks = torch.autograd.graph.saved_tensors_hooks
@@ -117,8 +123,8 @@ class StashGroup:
         return self
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        self.leave(takes=error is None)
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.leave(takes=kind is None)
 
     def leave(self, *, takes: bool) -> None:
         """Close the group; ``takes``: copy saved tensors away, else keep them."""

@@ -9,7 +9,7 @@ thread, even during a capture: it appends to a list for later.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,27 +18,23 @@ from ..core.errors import ActivationError
 from .selection import View
 
 
-class Restorable(Protocol):
-    """Ranges that were saved together."""
-
-    def restore(self) -> None:
-        """Give each range its memory."""
-        ...
-
-
 class MemoryRange:
-    """Memory that several saved tensors may share."""
+    """Memory that several saved tensors may share.
 
-    __slots__ = ("__weakref__", "saved", "words")
+    Args:
+        restore: gives all ranges that were saved together their memory.
+    """
 
-    def __init__(self, saved: Restorable) -> None:
-        self.saved = saved
+    __slots__ = ("__weakref__", "restore", "words")
+
+    def __init__(self, restore: Callable[[], None]) -> None:
+        self.restore = restore
         self.words: Tensor | None = None  # restored
 
     def restored(self) -> Tensor:
         """Return its memory, 1-D, of any dtype."""
         if self.words is None:
-            self.saved.restore()
+            self.restore()
         assert self.words is not None
         return self.words
 
@@ -80,26 +76,6 @@ def unpack(handle: SavedTensor) -> Tensor:
     handle.check_version()  # torch leaves this check to hooks
     assert handle.tensor is not None
     return handle.tensor
-
-
-class Saver:
-    """Takes saved tensors, including those that a group inside keeps."""
-
-    def save(self, handle: SavedTensor) -> None:
-        """Take the handle's tensor, or let the handle keep it."""
-        raise NotImplementedError
-
-    def pack(self, tensor: Tensor) -> SavedTensor:
-        """The hook."""
-        handle = SavedTensor(tensor)
-        self.save(handle)
-        return handle
-
-    @staticmethod
-    def behind(hook: object) -> Saver | None:
-        """Return the saver whose :meth:`pack` is ``hook``, if any."""
-        owner = getattr(hook, "__self__", None)
-        return owner if isinstance(owner, Saver) else None
 
 
 def written_error(shape: torch.Size, dtype: torch.dtype) -> ActivationError:

@@ -8,20 +8,18 @@ import threading
 import weakref
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
-from types import TracebackType
 from typing import Final, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from ..core import storage as storages
-from ..core.config import MIB, TransferConfig, parse_bytes
+from ..core.config import MIB, TransferConfig, brief, parse_bytes
 from ..core.devices import backend_for
 from ..core.errors import ActivationError, ConfigError, DeviceError, check_open, copy_error
 from ..link import HostPool, held_bytes
 from .batches import BatchCopies, SavedRange
-from .handles import SavedTensor, Saver, unpack
+from .handles import SavedTensor, unpack
 from .selection import ByteRange, View, span_or_reason
 
 _log = logging.getLogger("fsdp_offload")
@@ -40,8 +38,7 @@ class OffloadStatistics:
     inactive: int  # entered inside activation checkpointing or other hooks: no effect
     taken: int  # saved tensors that went into batches
     ranges: int  # memory ranges of these tensors
-    kept: dict[str, int]  # saved tensors that stayed on the device, by reason
-    kept_bytes: dict[str, int]
+    kept_bytes: dict[str, int]  # of saved tensors that stayed on the device, by reason
     full_batches: int  # batches that stayed on the device, because host memory was full
     live_batches: int  # batches before their backward
     sent_bytes: int  # to host memory
@@ -62,7 +59,7 @@ class _Known(NamedTuple):
     found: weakref.ref[SavedRange]
 
 
-class ActivationOffload(Saver):
+class ActivationOffload:
     """Moves what autograd saves to host memory during the forward, and back during the backward.
 
     Example::
@@ -103,18 +100,27 @@ class ActivationOffload(Saver):
         found = torch.accelerator.current_accelerator() if device is None else device
         self._backend = backend_for(torch.device(found or "cpu"))
         pool = HostPool("ActivationOffload", self._backend, transfer or TransferConfig())
-        is_moved = partial(_is_moved, share)
-        self._copies = BatchCopies(self._backend, pool, n_bytes, inflight, is_moved)
+        self._copies = BatchCopies(self._backend, pool, n_bytes, inflight, share)
         self._hooks: list[torch.autograd.graph.saved_tensors_hooks | None] = []
         self._known: dict[int, list[_Known]] = {}  # by storage
-        self._counts: Counter[str] = Counter()
-        self._kept: Counter[str] = Counter()
+        self._counts = self._copies.counts
         self._kept_bytes: Counter[str] = Counter()
         self._ranges_before = 0  # this iteration
         self._pid, self._thread, self._is_closed = os.getpid(), 0, False
 
     def __reduce__(self) -> NoReturn:
         raise copy_error(self, "make another one, and keep it outside of modules that are copied")
+
+    def __repr__(self) -> str:
+        device, copies = self._backend.device, self._copies
+        if self._is_closed:
+            return f"ActivationOffload({device}, closed)"
+        used, most = copies.intervals.used_bytes, copies.intervals.n_bytes
+        return (
+            f"ActivationOffload({device}, {brief(used)} of {brief(most)} of host memory in use, "
+            f"{brief(copies.sending_bytes)} of device memory held by copies; "
+            f"{brief(copies.link.stored_bytes)} moved so far)"
+        )
 
     # ------------------------------------------------------------------ forward
 
@@ -132,21 +138,16 @@ class ActivationOffload(Saver):
             return self
         if not self._copies.live():
             self._begin_iteration()  # or continue one that has saved nothing
-        hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
         hooks.__enter__()
         self._hooks.append(hooks)
         return self
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         hooks = self._hooks.pop()
         if hooks is not None:
-            hooks.__exit__(kind, error, traceback)
+            hooks.__exit__(*error)
             self._copies.end_forward()
 
     def _check_usable(self) -> None:
@@ -166,22 +167,26 @@ class ActivationOffload(Saver):
             )
 
     def _begin_iteration(self) -> None:
-        copies, counts = self._copies, self._counts
+        counts = self._counts
         if counts["iterations"] and counts["ranges"] == self._ranges_before:
             return  # nothing was saved, as in an evaluation
         counts["iterations"] += 1
-        copies.first_index, self._ranges_before = copies.counts["batches"], counts["ranges"]
+        self._copies.first_index, self._ranges_before = counts["batches"], counts["ranges"]
         self._known.clear()
 
+    def _pack(self, tensor: Tensor) -> SavedTensor:
+        handle = SavedTensor(tensor)
+        self.save(handle)
+        return handle
+
     def save(self, handle: SavedTensor) -> None:
-        """As of :class:`.Saver`."""
+        """Take the handle's tensor, or let the handle keep it."""
         tensor = handle.tensor
         assert tensor is not None
         span = span_or_reason(tensor, self._backend.device, LEAST_BYTES)
         if isinstance(span, ByteRange) and self._backend.is_capturing():
             span = "a CUDA graph capture"
         if isinstance(span, str):
-            self._kept[span] += 1
             self._kept_bytes[span] += tensor.numel() * tensor.itemsize
             handle.keep()
             return
@@ -211,15 +216,17 @@ class ActivationOffload(Saver):
 
     def statistics(self) -> OffloadStatistics:
         """Return counters and memory. Also releases device memory whose copies have ended."""
-        copies, own = self._copies, ("iterations", "inactive", "taken", "ranges")
+        copies, counts = self._copies, self._counts
         live = len(copies.live())
-        others = ("full_batches", "waits_for_room")
         return OffloadStatistics(
-            **{name: self._counts[name] for name in own},
-            **{name: copies.counts[name] for name in others},
+            iterations=counts["iterations"],
+            inactive=counts["inactive"],
+            taken=counts["taken"],
+            ranges=counts["ranges"],
+            full_batches=counts["full_batches"],
+            waits_for_room=counts["waits_for_room"],
             sent_bytes=copies.link.stored_bytes,
             returned_bytes=copies.link.fetched_bytes,
-            kept=dict(self._kept),
             kept_bytes=dict(self._kept_bytes),
             live_batches=live,
             host_bytes=copies.intervals.n_bytes,
@@ -233,12 +240,6 @@ class ActivationOffload(Saver):
         if not self._is_closed:
             self._is_closed = True
             self._copies.close()
-
-
-def _is_moved(share: float, number: int) -> bool:
-    # Moved batches are spread over the forward. If the first ones moved, they would queue up on the
-    # link, and all be needed at the end of the backward.
-    return int((number + 1) * share) > int(number * share)
 
 
 def _check(host_memory: object, n_bytes: int, share: object) -> None:

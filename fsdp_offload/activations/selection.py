@@ -29,7 +29,7 @@ class Rows(NamedTuple):
     start_bytes: int
     """Offset in the storage; the address is a multiple of :data:`ALIGNMENT`."""
     row_bytes: int
-    """A multiple of :data:`ALIGNMENT`, too."""
+    """Also a multiple of :data:`ALIGNMENT`."""
 
 
 class ByteRange(NamedTuple):
@@ -104,8 +104,8 @@ def span_or_reason(tensor: Tensor, device: torch.device, least_bytes: int) -> By
 
 
 def _span_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the span of the tensor if it has no gaps; else of the tensor that it views, or of its
-    whole storage, if that is not much larger."""
+    """Return the span of a tensor without gaps. With gaps, return the span of the tensor that it
+    views, or of its storage, unless that is much larger."""
     start, end = own = _extent(tensor)
     if end - start > tensor.numel() * tensor.itemsize:
         base = tensor._base
@@ -136,7 +136,7 @@ def _reason(tensor: Tensor, device: torch.device) -> str | None:
 
 
 def _rows_of(tensor: Tensor, capacity: int) -> Rows | None:
-    """Return rows of the tensor itself, else of the tensor that it views, else of its storage."""
+    """Return rows of the tensor itself, of the tensor that it views, or of its storage."""
     start, end = _extent(tensor.detach()[0])
     if tensor.is_contiguous():
         return Rows(start, end - start)

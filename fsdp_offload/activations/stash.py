@@ -6,13 +6,14 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..core.config import MIB, SMALL_BYTES, TransferConfig, parse_bytes, sized
+from ..core.config import SMALL_BYTES, TransferConfig, brief, parse_bytes, sized
 from ..core.devices import backend_for
 from ..core.errors import (
     ActivationError,
@@ -24,9 +25,10 @@ from ..core.errors import (
 )
 from ..link import HostPool
 from ..plan.activations import StashPlan, make_plan
+from ..update.kernels import triton_kernels
+from . import pages
 from .group import Attachment, StashGroup
 from .pages import INVALID_ROWS, MOST_FAR, MOST_NEAR, MOST_RANGES, OVERFLOWS, PagePool
-from .pages_plain import page_kernels
 from .store import TAILS, RowStore
 
 if TYPE_CHECKING:
@@ -113,8 +115,12 @@ class PagedStash:
         raise copy_error(self, "make another one, and keep it outside of modules that are copied")
 
     def __repr__(self) -> str:
-        state = "closed" if self._store.is_closed else "exact" if self._store.is_exact else "paged"
-        return f"PagedStash({self._backend.device}, {state}, {self._store.n_live} live groups)"
+        store, pool = self._store, self._store.pool
+        state = "closed" if store.is_closed else "exact" if store.is_exact else "paged"
+        if pool is not None:
+            state += f", pool of {brief(pool.near.nbytes)} on the device"
+            state += f" and {brief(pool.far.nbytes)} in host memory" if pool.n_far else ""
+        return f"PagedStash({self._backend.device}, {state}, {store.n_live} live groups)"
 
     # ------------------------------------------------------------------ groups
 
@@ -131,7 +137,7 @@ class PagedStash:
                 y = combine(experts(routed, counts))
 
         Args:
-            x: as of :meth:`.StashGroup.rows`, if the buffer already exists.
+            x: see :meth:`.StashGroup.rows`. Pass it if the buffer already exists.
             rows: number of its rows in use.
 
         Raises:
@@ -232,7 +238,7 @@ class PagedStash:
             if not isinstance(error, torch.OutOfMemoryError):
                 raise
             raise DeviceMemoryError(
-                f"a pool of {plan.device_bytes / MIB:.0f} MiB",
+                f"a pool of {brief(plan.device_bytes)}",
                 reason=f"{error}; the stash goes on without a pool, and groups wait for "
                 "exact counts",
                 remedy="pass a smaller device_bytes, and host_bytes for the rest",
@@ -291,13 +297,13 @@ class PagedStash:
         Args:
             fn: a forward, or a forward and backward. Its argument says whether it is repeated; then
                 a dispatcher enlarges a buffer that was too small.
-            process_group: as of :meth:`check`.
+            process_group: see :meth:`check`.
 
         Returns:
             The result of ``fn``.
 
         Raises:
-            StashOverflowError: the repetition overflowed, too, because its buffers are too small.
+            StashOverflowError: the repetition has too small buffers as well.
             ActivationError: ``fn`` raised on another rank.
             DeviceError: inside a CUDA graph capture.
         """
@@ -317,12 +323,13 @@ class PagedStash:
         self._store.counts["repeats"] += 1
         with self.exact():
             result, flags = self._attempt(fn, True, process_group)
-        need = self._store.most_pages * self._store.page_bytes
-        self._store.log_once(
-            "PagedStash: pages ran out, so run() repeated the work. It needs "
-            f"{need / MIB:.0f} MiB: call prepare() again, or pass a larger "
-            "device_bytes"
-        )
+        if self._store.counts["repeats"] == 1:
+            need = self._store.most_pages * self._store.page_bytes
+            _log.info(
+                "PagedStash: pages ran out, so run() repeated the work. It needs %s: call "
+                "prepare() again, or pass a larger device_bytes",
+                brief(need),
+            )
         _raise_if_set(flags)
         return result
 
@@ -407,6 +414,16 @@ class PagedStash:
                 reason="it makes the host wait for the device",
                 remedy=f"call {what} outside the capture",
             )
+
+
+def page_kernels(device: torch.device) -> ModuleType:
+    """Return the module with ``claim``, ``move`` and ``release``: Triton's on CUDA, else torch's
+    operations."""
+    if device.type != "cuda" or triton_kernels() is None:
+        return pages
+    from . import kernels_pages
+
+    return kernels_pages
 
 
 def _raise_if_set(flags: Sequence[int]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections import Counter
@@ -25,8 +24,6 @@ from .pages import MOST_RANGES, PagePool, PageTable
 
 if TYPE_CHECKING:
     from ..phases import FixedAddressRegion
-
-_log = logging.getLogger("fsdp_offload")
 
 TAILS: Final[dict[str, int | None]] = {"undefined": None, "nan": -1, "zero": 0}
 """Values of 8-byte words beyond the count. All bits set is a NaN in every format."""
@@ -126,7 +123,6 @@ class RowStore:
         self.recorded: list[GroupRows] = []
         self.recorded_groups = self.most_pages = self._pages = 0
         self._pid, self._thread = os.getpid(), 0
-        self._logged: set[str] = set()
 
     @property
     def _is_paused(self) -> bool:
@@ -274,12 +270,6 @@ class RowStore:
             raise AwayError(
                 "a group of a PagedStash", reason="its region is paused", remedy="call resume()"
             )
-
-    def log_once(self, text: str) -> None:
-        """Log a text only once, since it may recur in each layer of each iteration."""
-        if text not in self._logged:
-            self._logged.add(text)
-            _log.info(text)
 
 
 def _exact_count(count: Tensor, capacity: int) -> int:

@@ -90,6 +90,11 @@ def check_choice(name: str, value: object, choices: Sequence[object], reason: st
         raise ConfigError(f"{name}={value!r}", reason=reason, remedy=f"use {quoted}")
 
 
+def brief(n_bytes: int) -> str:
+    """Format a size for a reader, in GiB or MiB."""
+    return f"{n_bytes / GIB:.2f} GiB" if n_bytes >= GIB / 10 else f"{n_bytes / MIB:.2f} MiB"
+
+
 def sized(value: int | str | None, name: str = "size", *, least_int: int = MIB) -> int | None:
     """As :func:`parse_bytes`; ``None`` stays ``None``."""
     return None if value is None else parse_bytes(value, name, least_int=least_int)

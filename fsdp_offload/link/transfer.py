@@ -27,7 +27,7 @@ from torch import Tensor
 from ..core import dtensor
 from ..core import storage as storages
 from ..core.backend import Backend, Event, TimedEvent, stream_to_wait
-from ..core.config import TransferConfig, align
+from ..core.config import TransferConfig, align, brief
 from ..core.devices import free_bytes, release_cached
 from ..core.errors import DeviceMemoryError
 from ..core.interrupts import defer_sigint
@@ -89,6 +89,18 @@ class Handle:
         self._free_before = None if emptied is None else free_bytes(emptied)
         self._is_over, self._lock = not self._by_kind and not self._releases, threading.RLock()
 
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{kind} {brief(each.n_bytes)}" for kind, each in self._by_kind.items())
+        state = "copied; call wait()" if self._is_copied() else "copying"
+        if self._is_over:
+            state = f"done in {self.seconds:.2f} s"
+        if self.freed_bytes > 0:
+            state += f", freed {brief(self.freed_bytes)}"
+        return f"Handle({sizes or 'nothing'}: {state})"
+
+    def _is_copied(self) -> bool:
+        return all(each.last.query() for each in self._by_kind.values())
+
     def is_done(self) -> bool:
         """Whether everything was copied. Does not block. Frees memory whose copy is complete to
         torch's allocator (:meth:`wait` frees it to the driver, for which CUDA waits for all work).
@@ -99,9 +111,7 @@ class Handle:
             with defer_sigint():
                 while self._releases and self._releases[0][0].query():
                     self._release()
-                return not self._releases and all(
-                    each.last.query() for each in self._by_kind.values()
-                )
+                return not self._releases and self._is_copied()
         finally:
             self._lock.release()
 
@@ -188,9 +198,9 @@ class Transfer:
         return bool(self._away or self._dropped)
 
     @property
-    def away_bytes(self) -> int:
-        """Bytes that are only in host memory, or moving there."""
-        return sum(block.n_bytes for blocks in self._away.values() for block in blocks)
+    def away_bytes(self) -> dict[str, int]:
+        """Bytes by kind that are only in host memory, or moving there."""
+        return {kind: _bytes_of(blocks) for kind, blocks in self._away.items()}
 
     def reserve(self, blocks: Sequence[OwnedBlock]) -> None:
         """Reserve host memory for each block; new blocks are contiguous, in order.
@@ -321,7 +331,7 @@ class Transfer:
             if not isinstance(error, torch.OutOfMemoryError):
                 raise
             raise DeviceMemoryError(
-                f"reload of {self.away_bytes + _bytes_of(self._dropped)} bytes",
+                f"reload of {sum(self.away_bytes.values()) + _bytes_of(self._dropped)} bytes",
                 reason=f"the device has too little free memory ({error}); nothing is lost",
                 remedy="free device memory, in other processes too, then call it again",
             ) from error

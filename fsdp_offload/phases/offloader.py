@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ..core import dtensor
 from ..core import storage as storages
 from ..core.arguments import backend_of, check_optimizer, modules_of
-from ..core.config import TransferConfig, check_choice
+from ..core.config import TransferConfig, brief, check_choice
 from ..core.devices import release_cached
 from ..core.errors import (
     ConfigError,
@@ -31,9 +31,9 @@ from ..core.offloadable import offloadable_of
 from ..link import address_range, held_bytes
 from ..link.block import OwnedBlock, StorageBlock, collect, in_order
 from ..link.transfer import Figures, Handle, Transfer
-from .fixed import FixedMemory, is_movable
 from .gradients import Gradients
 from .guard import ModelGuard, PlainOptimizer, remove_all
+from .region import FixedMemory, is_movable
 
 KINDS: Final = ("params", "grads", "state")
 """Kinds of memory, in the order in which they move."""
@@ -311,6 +311,27 @@ class PhaseOffloader:
     def __reduce__(self) -> NoReturn:
         raise copy_error(self, "build one for the other model")
 
+    def __repr__(self) -> str:
+        device = self._backend.device
+        if self._is_closed:
+            return f"PhaseOffloader({device}, closed)"
+        here, away = _sizes(self._device_bytes()), _sizes(self._transfer.away_bytes)
+        shown = f"away: {away}; on the device: {here}" if self._is_away else f"present: {here}"
+        reserved = brief(self._transfer.pool.n_bytes)
+        return f"PhaseOffloader({device}, {shown}; {reserved} reserved on the host)"
+
+    def _device_bytes(self) -> dict[str, int]:
+        """Bytes by kind that are on the device, without gradients that an offload drops."""
+        parameters, known = self._parameters(), set[int]()
+        return {
+            kind: sum(
+                storage.nbytes()
+                for _, storage in self._storages(kind, parameters, known)
+                if getattr(storages.owner_of(storage), "is_present", True)
+            )
+            for kind in KINDS
+        }
+
     def _check(self) -> None:
         check_open("a PhaseOffloader", self._pid, is_closed=self._is_closed)
 
@@ -348,7 +369,8 @@ class PhaseOffloader:
         return (*parameters.items(), *buffers)
 
     def _blocks(self, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, list[OwnedBlock]]]:
-        """Yield kinds with the blocks that move; each storage once, and none of a kept kind."""
+        """Yield each kind with the blocks that move. A storage moves once, and not at all if a kept
+        kind has it."""
         known: set[int] = set()
         kept = [kind for kind in KINDS if self._policies[kind] == "keep"]
         for kind in kept:
@@ -361,7 +383,7 @@ class PhaseOffloader:
                     continue
                 if storage.resizable():
                     found.append(StorageBlock(f"{kind}.{name}", storage))
-                elif self._backend.device.type != "cpu":  # on the CPU it may as well stay
+                elif self._backend.device.type != "cpu":  # on the CPU it can stay
                     raise UnsupportedParameterError(
                         f"{kind} {name}",
                         reason="torch does not own its memory, so it cannot free it",
@@ -399,13 +421,18 @@ class PhaseOffloader:
         release_cached(self._backend.device)
 
 
+def _sizes(by_kind: Mapping[str, int]) -> str:
+    sizes = (f"{kind} {brief(n_bytes)}" for kind, n_bytes in by_kind.items() if n_bytes)
+    return ", ".join(sizes) or "nothing"
+
+
 def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tuple[Handle, Handle]:
     """Offload one set and reload another at the same time.
 
     Args:
         out: the set to offload.
         in_: the set to reload; if device memory is short, into memory that ``out`` has freed.
-        wait: as of :meth:`PhaseOffloader.reload`. The call itself waits until ``out`` has freed as
+        wait: see :meth:`PhaseOffloader.reload`. The call itself waits until ``out`` has freed as
             much as ``in_`` needs.
 
     Returns:
@@ -413,7 +440,7 @@ def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tupl
 
     Raises:
         DeviceMemoryError: ``in_`` does not fit in the memory of ``out``; both are offloaded.
-        HostMemoryError, PinningError, UnspentGradientError, SpentGradientError: as of
+        HostMemoryError, PinningError, UnspentGradientError, SpentGradientError: see
             :meth:`PhaseOffloader.offload`; ``out`` stays on the device, and ``in_`` is offloaded.
         ClosedError: one of them is closed; nothing moved.
     """

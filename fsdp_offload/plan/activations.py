@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..core.config import GIB
+from ..core.config import brief
 
 
 @dataclass(frozen=True)
@@ -58,16 +58,16 @@ class StashPlan:
         used = sum(each.rows * sum(each.row_bytes) for each in self.groups)
         worst = sum(each.capacity * sum(each.row_bytes) for each in self.groups)
         lines = [
-            f"pool: {_size(self.device_bytes)} on the device, {_size(self.host_bytes)} on the "
+            f"pool: {brief(self.device_bytes)} on the device, {brief(self.host_bytes)} on the "
             f"host, in pages of {self.page_bytes} bytes"
         ]
         if not self.groups:
             return lines[0] + "; no group recorded yet"
         need = self.most_pages * self.page_bytes
         lines += [
-            f"groups: {len(self.groups)}, buffers {_size(worst)}, rows in use {_size(used)}",
-            f"in use at once: {_size(need)}, with a margin of {self.margin:g}: "
-            f"{_size(math.ceil(need * self.margin))}",
+            f"groups: {len(self.groups)}, buffers {brief(worst)}, rows in use {brief(used)}",
+            f"in use at once: {brief(need)}, with a margin of {self.margin:g}: "
+            f"{brief(math.ceil(need * self.margin))}",
         ]
         if self.is_full:
             lines.append("every buffer was full, so pages save no memory")
@@ -102,7 +102,3 @@ def make_plan(
         device_pages = max(1, device_bytes // page_bytes)
     host_pages = host_bytes // page_bytes
     return StashPlan(tuple(groups), page_bytes, margin, most_pages, device_pages, host_pages)
-
-
-def _size(n_bytes: int) -> str:
-    return f"{n_bytes / GIB:.2f} GiB" if n_bytes >= GIB / 10 else f"{n_bytes / (1 << 20):.2f} MiB"

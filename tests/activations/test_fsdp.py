@@ -118,7 +118,7 @@ def compare_offload(share: float, overlap: str, dtype: torch.dtype) -> None:
     assert now.sent_bytes == now.returned_bytes > 0
     assert now.live_batches == 0
     assert now.inactive == 0
-    assert overlap == "forward" or now.kept["a parameter"] > 0
+    assert overlap == "forward" or now.kept_bytes["a parameter"] > 0
     made[0].close()
 
 

@@ -146,7 +146,7 @@ def test_each_range_is_copied_once_and_parameters_never() -> None:
     with moved:
         y = net(batch(0).requires_grad_())
     now = moved.statistics()
-    assert now.kept["a parameter"] == 3
+    assert now.kept_bytes["a parameter"] == (3 + 4 + 4) * DIM * DIM * 4
     # x, its norm (rms_norm has two saved forms in one), qkv, scores, dropout's mask and value,
     # what up, gelu and down read
     sizes = [1, 1, 3, 2, 1, 1, 4, 4]
@@ -533,6 +533,24 @@ def test_compiled_functions_inside() -> None:
     assert torch.equal(x.grad, expected)
 
 
+def test_repr_says_what_is_where() -> None:
+    x = torch.ones(1 << 18, requires_grad=True)
+    with StreamSimulator("lazy", inline_current=True) as simulator:
+        moved = made()
+        with moved:
+            y = x.exp()
+        sizes = (
+            "1.00 MiB of 4.00 MiB of host memory in use, 1.00 MiB of device memory held by copies"
+        )
+        assert repr(moved) == f"ActivationOffload(cpu, {sizes}; 1.00 MiB moved so far)"
+        simulator.synchronize()
+        moved.statistics()
+        assert ", 0.00 MiB of device memory held by copies" in repr(moved)
+        y.sum().backward()
+        moved.close()
+    assert repr(moved) == "ActivationOffload(cpu, closed)"
+
+
 def test_bad_arguments() -> None:
     for how in ({"host_memory": 0}, {"host_memory": "much"}, {"share": 1.5}, {"share": True},
                 {"share": "auto"}, {"inflight_bytes": -1}):  # fmt: skip
@@ -583,5 +601,5 @@ def test_a_capture_inside_keeps_what_it_saves(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(CpuBackend, "is_capturing", lambda self: True)
         y = batch(0).requires_grad_().exp()
         monkeypatch.setattr(CpuBackend, "is_capturing", lambda self: False)
-    assert moved.statistics().kept == {"a CUDA graph capture": 1}
+    assert moved.statistics().kept_bytes == {"a CUDA graph capture": SIZE}
     y.sum().backward()

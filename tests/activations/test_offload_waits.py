@@ -97,7 +97,7 @@ def run(scene: str, policy: str, skip: Skip) -> tuple[list[Tensor], Simulator]:
         current.synchronize()
         found = [value.clone() for value in found]
         simulator.synchronize()
-        assert moved.statistics().kept == {}
+        assert moved.statistics().kept_bytes == {}
         moved.close()
     return found, simulator
 

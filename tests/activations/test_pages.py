@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsdp_offload import TransferConfig
-from fsdp_offload.activations import pages_plain
+from fsdp_offload.activations import pages as plain
 from fsdp_offload.activations.pages import (
     INVALID,
     INVALID_ROWS,
@@ -32,7 +32,7 @@ def make_pool(near: int, far: int = 0) -> PagePool:
     if far:
         arena = HostRange(far * PAGE, device=CPU, can_pin=False, transfer=TransferConfig())
     memory = torch.zeros(near * PAGE // 8, dtype=torch.int64)
-    return PagePool(CpuBackend(CPU), PAGE, memory, pages_plain, arena)
+    return PagePool(CpuBackend(CPU), PAGE, memory, plain, arena)
 
 
 def table_of(pool: PagePool) -> PageTable:
@@ -44,7 +44,7 @@ def ids(table: PageTable) -> list[int]:
 
 
 def claim(pool: PagePool, table: PageTable, rows: int, row_bytes: tuple[int, ...]) -> None:
-    pages_plain.claim(pool, table, torch.tensor(rows), CAPACITY, row_bytes)
+    plain.claim(pool, table, torch.tensor(rows), CAPACITY, row_bytes)
 
 
 class Expected:
@@ -77,7 +77,7 @@ def test_any_order_of_claims_and_releases(seed: int) -> None:
     for _ in range(60):
         if live and choose.random() < 0.45:
             table, pages = live.pop(choose.randrange(len(live)))
-            pages_plain.release(pool, table)
+            plain.release(pool, table)
             pool.give_table(table)
             expected.release(pages, near)
         else:
@@ -91,7 +91,7 @@ def test_any_order_of_claims_and_releases(seed: int) -> None:
         assert pool.free[: tops[0]].tolist() == expected.near
         assert pool.free[near : near + tops[1]].tolist() == expected.far
     for table, _ in live:
-        pages_plain.release(pool, table)
+        plain.release(pool, table)
     assert pool.tops.tolist() == [near, far]
 
 
@@ -102,8 +102,8 @@ def test_the_opposite_order_leaves_the_stacks_as_they_were() -> None:
     for rows, table in zip((3, 0, 40, 17), tables, strict=True):
         claim(pool, table, rows, (16, 32))
     for table in reversed(tables):
-        pages_plain.release(pool, table)
-        pages_plain.release(pool, table)  # nothing
+        plain.release(pool, table)
+        plain.release(pool, table)  # nothing
     assert torch.equal(pool.free, before)
     assert pool.tops.tolist() == [20, 10]
 
@@ -144,9 +144,9 @@ def test_rows_come_back_and_nothing_else_is_written(rows: int, far: bool) -> Non
         table = table_of(pool)
         claim(pool, table, rows, row_bytes)
         memory = [words(CAPACITY, each) for each in row_bytes]
-        pages_plain.move(pool, table, memory, row_bytes, out=True)
+        plain.move(pool, table, memory, row_bytes, out=True)
         back = [torch.full_like(each, -1) for each in memory]
-        pages_plain.move(pool, table, back, row_bytes, out=False)
+        plain.move(pool, table, back, row_bytes, out=False)
         for mine, original, each in zip(back, memory, row_bytes, strict=True):
             end = rows * each // 8
             assert torch.equal(mine[:end], original[:end])
@@ -161,10 +161,10 @@ def test_an_overflow_moves_nothing() -> None:
     table = table_of(pool)
     claim(pool, table, CAPACITY, (64,))
     memory = words(CAPACITY, 64)
-    pages_plain.move(pool, table, [memory], (64,), out=True)
+    plain.move(pool, table, [memory], (64,), out=True)
     assert not pool.near.any()
     before = memory.clone()
-    pages_plain.move(pool, table, [memory], (64,), out=False)
+    plain.move(pool, table, [memory], (64,), out=False)
     assert torch.equal(memory, before)
 
 

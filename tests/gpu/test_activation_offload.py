@@ -185,7 +185,7 @@ def test_parameters_stay_and_ranges_go_once() -> None:
     moved = ActivationOffload("1GiB", 1.0, device=CUDA)
     iteration(net, batch(0), moved, 0)
     now = moved.statistics()
-    assert now.kept["a parameter"] >= 4 * LAYERS - 1  # x of the first has no gradient
+    assert now.kept_bytes["a parameter"] >= 4 * LAYERS - 1  # x of the first has no gradient
     per_layer: Callable[[int], int] = lambda widths: widths * BATCH * SEQ * DIM * 2  # noqa: E731
     # x, its norm, qkv (3), the softmax and what it reads (8 each), its product, out and dropout's
     # mask, then the same of the MLP: x, norm, up (4), gelu (4).

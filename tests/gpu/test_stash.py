@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_offload import FixedAddressRegion, PagedStash, StashOverflowError, TransferConfig
-from fsdp_offload.activations import pages_plain
+from fsdp_offload.activations import pages as torch_pages
 from fsdp_offload.activations.pages import PagePool
+from fsdp_offload.activations.stash import page_kernels
 from fsdp_offload.core.devices import backend_for
 from fsdp_offload.link import HostRange
 from tests.activations import moe
@@ -293,7 +294,7 @@ def test_kernels_do_what_plain_operations_do(seed: int) -> None:
     choose, page, capacity = random.Random(seed), 16 << 10, 3000
     backend = backend_for(CUDA)
     pools, near, far = [], 60, 30
-    for kernels in (pages_plain.page_kernels(CUDA), pages_plain):
+    for kernels in (page_kernels(CUDA), torch_pages):
         arena = HostRange(
             far * page, device=CUDA, can_pin=True, transfer=TransferConfig(pin="require")
         )

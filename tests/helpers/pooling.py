@@ -13,7 +13,7 @@ import torch
 
 from fsdp_offload.core import storage as storages
 from fsdp_offload.link import address_range
-from fsdp_offload.phases.fixed import FixedMemory
+from fsdp_offload.phases.region import FixedMemory
 
 MIB = 1 << 20
 

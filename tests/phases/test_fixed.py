@@ -26,7 +26,7 @@ from fsdp_offload.link import address_range
 from fsdp_offload.link.address_range import HostDriver
 from fsdp_offload.link.block import StorageBlock
 from fsdp_offload.link.transfer import Transfer
-from fsdp_offload.phases import fixed
+from fsdp_offload.phases import region as fixed
 from tests.away import has_memory
 from tests.helpers.pooling import MIB, Allocator, Storage, allocator_in_place, memory_in_place
 from tests.phases.twins import Job

@@ -8,6 +8,7 @@ import io
 import itertools
 import os
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -347,6 +348,28 @@ def test_memory_that_is_away_outlives_the_offloader_but_not_the_model(arenas: An
     del model, optimizer
     gc.collect()
     assert [arena() for arena in arenas] == [None]
+
+
+@ADDRESSES
+def test_repr_says_what_is_where(keep_addresses: bool) -> None:
+    model = nn.Linear(512, 512, bias=False)
+    optimizer = sgd(model.parameters())
+    model(torch.ones(512)).sum().backward()
+    optimizer.step()
+    phases = PhaseOffloader(model, optimizer, grads="keep", keep_addresses=keep_addresses)
+    here = "present: params 1.00 MiB, grads 1.00 MiB, state 1.00 MiB; 2.00 MiB reserved on the host"
+    assert repr(phases) == f"PhaseOffloader(cpu, {here})"
+    handle = phases.offload(wait=False)
+    assert repr(handle) == "Handle(params 1.00 MiB, state 1.00 MiB: copied; call wait())"
+    handle.wait()
+    assert re.fullmatch(r"Handle\(.* MiB: done in \d+\.\d\d s\)", repr(handle))
+    handle.freed_bytes = 1 << 30
+    assert repr(handle).endswith(" s, freed 1.00 GiB)")
+    away = "away: params 1.00 MiB, state 1.00 MiB; on the device: grads 1.00 MiB; 2.00 MiB"
+    assert repr(phases) == f"PhaseOffloader(cpu, {away} reserved on the host)"
+    phases.close()
+    assert repr(phases) == "PhaseOffloader(cpu, closed)"
+    assert repr(Handle()) == "Handle(nothing: done in 0.00 s)"
 
 
 # ---------------------------------------------------------------------- use while away

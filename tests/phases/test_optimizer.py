@@ -17,7 +17,6 @@ from fsdp_offload import (
     AwayError,
     ClosedError,
     DeviceMemoryError,
-    HostMemoryError,
     HybridDeviceOptimizer,
     LaneError,
     PhaseOffloader,
@@ -257,32 +256,6 @@ def test_a_move_that_fails(
         phases.reload()
     assert_same(mine, theirs)
     assert_same(away.state_dict()["state"], stays.state_dict()["state"])
-
-
-def test_host_memory_counts_against_the_budget_and_is_given_back() -> None:
-    budget = TransferConfig(bucket_bytes="4KiB", host_threads=1, host_memory="35000B")
-    mine, away = build(offload_fraction=0.5, transfer=budget)
-    step(mine, away, 0)
-    state = copy.deepcopy(away.state_dict())
-    with pytest.raises(HostMemoryError, match="host_memory"):
-        optimizer_alone(away)
-    assert torch.equal(away.state_dict()["state"][0]["exp_avg"], state["state"][0]["exp_avg"])
-    away.close()  # it has the bound
-
-    mine, away = build(offload_fraction=0.5)
-    n_bytes = away.statistics().device_state_bytes
-    phases = optimizer_alone(away)
-    phases.offload()
-    reserved = phases.statistics().host_bytes
-    assert reserved >= n_bytes > 0
-    phases.reload()
-    for _ in range(3):
-        phases.offload()
-        phases.reload()
-    assert phases.statistics().host_bytes == reserved
-    phases.offload()
-    phases.close()
-    assert phases.statistics().host_bytes == 0
 
 
 @pytest.mark.parametrize(

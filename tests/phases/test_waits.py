@@ -182,6 +182,7 @@ def test_what_follows_an_offload_is_not_delayed() -> None:
         job.current.record().query()
         assert float(after) == 3
         assert not handle.is_done()
+        assert repr(handle).endswith(": copying)")
         handle.wait()
         assert handle.is_done()
         job.phases.reload()
