@@ -1,12 +1,11 @@
 """Mistakes that first users made: each gets an error or a warning that says what to do.
 
-Here are those that no other test provokes; :data:`ELSEWHERE` names the tests of the others.
+Tests of the parts that they concern provoke the others.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,31 +25,7 @@ from fsdp_offload import (
 )
 from tests.helpers.training import assert_explains
 
-TESTS = Path(__file__).parent
-PAGE = (TESTS.parent / "docs" / "troubleshooting.md").read_text()
-ELSEWHERE = {
-    "another model as model=": "optimizer/test_wrapping.py::test_sharded_models_that_are_others",
-    "fully_shard after wrapping": "optimizer/test_wrapping.py::test_fully_shard_after_wrapping",
-    "model= forgotten": "optimizer/test_wrapping.py::test_a_model_left_out_is_worth_one_warning",
-    "model as second argument": "optimizer/test_wrapping.py::test_the_model_may_be_the_second",
-    "model and optimizer exchanged": "optimizer/test_refusals.py::test_what_cannot_be_wrapped",
-    "an argument misspelt": "optimizer/test_refusals.py::test_unknown_keywords_name_the_nearest",
-    "unscale_, own clipping in backward mode": "fsdp/test_overlap.py::test_errors_name_what_was",
-    "gradients that come in parts": "fsdp/test_overlap.py::test_gradients_that_come_in_two_parts",
-    "offload between backward and step": "phases/test_gradients.py::test_between_backward_and_step",
-    "a parameter read after step()": "fsdp/test_gated.py::test_reading_waits",
-    "full_state_dict=True with bf16": "fsdp/test_remainder_bits.py::test_masters_survive_whole",
-    "strict dcp.load of a plain checkpoint": "checkpoint/test_plain_masters.py::test_a_strict_load",
-    "numpy missing": "test_examples.py::test_minimal_saves_and_resumes_on_one_rank_without_numpy",
-    "a torch that was not run": "fsdp/test_names.py::test_",
-    "host memory too small": "optimizer/test_refusals.py::test_a_host_budget_that_is_too_small",
-}
-
-
-@pytest.mark.parametrize("mistake", ELSEWHERE)
-def test_another_test_provokes_it(mistake: str) -> None:
-    file, _, name = ELSEWHERE[mistake].partition("::")
-    assert re.search(rf"^def {name}", (TESTS / file).read_text(), re.MULTILINE)
+PAGE = (Path(__file__).parents[1] / "docs" / "troubleshooting.md").read_text()
 
 
 def made(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -1,4 +1,4 @@
-"""What the caller passes: models and parameters, checked before anything is built."""
+"""Check the models and parameters that callers pass, before anything is built."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .progress import warn
 
 
 def listed(model: object) -> list[nn.Module]:
-    """One or several modules.
+    """Return one or several modules as a list.
 
     Raises:
-        ConfigError: something else was given.
+        ConfigError: ``model`` is something else.
     """
     models: list[Any] = [model]
     if isinstance(model, Iterable) and not isinstance(model, nn.Module):
@@ -38,14 +38,14 @@ def listed(model: object) -> list[nn.Module]:
 
 
 def check_optimizer(optimizer: object, *, several: str) -> None:
-    """Refuse what is neither an optimizer nor None.
+    """Refuse anything but an optimizer or None.
 
     Args:
-        optimizer: what the caller gave.
-        several: what to do where it is several optimizers.
+        optimizer: the caller's argument.
+        several: the remedy if the caller passed several optimizers.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: ``optimizer`` is something else.
     """
     if optimizer is None or isinstance(optimizer, Optimizer):
         return
@@ -57,10 +57,10 @@ def check_optimizer(optimizer: object, *, several: str) -> None:
 
 
 def modules_of(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]:
-    """The modules given as ``model=``.
+    """Return the modules that the caller passed as ``model=``.
 
     Raises:
-        ConfigError: something else was given.
+        ConfigError: ``model`` is something else.
         UnsupportedTorchError: see :func:`check_torch`.
     """
     models = [] if model is None else listed(model)
@@ -70,7 +70,9 @@ def modules_of(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]
 
 def leave_cpu(models: Iterable[nn.Module], moved_bytes: int = 0) -> None:
     """Take ``CPUOffloadPolicy`` off, with a warning: weights and gradients move to the device.
-    ``moved_bytes``: of weights that have moved already."""
+
+    ``moved_bytes``: bytes of weights that have moved already.
+    """
     if moved_bytes := moved_bytes + sum(group.leave_cpu() for group in find_groups(models)):
         warn(
             "the model was sharded with CPUOffloadPolicy: its weights, %d bytes in all, are on the "
@@ -81,18 +83,18 @@ def leave_cpu(models: Iterable[nn.Module], moved_bytes: int = 0) -> None:
 
 
 def cpu_homes(models: Iterable[nn.Module]) -> dict[Tensor, torch.device]:
-    """Parameters that ``CPUOffloadPolicy`` keeps on the CPU, each with its device otherwise."""
+    """Map parameters that ``CPUOffloadPolicy`` keeps on the CPU to their compute device."""
     return {p: home for group in find_groups(models) for p, home in group.homes.items()}
 
 
 def backend_of(
     parameters: Iterable[Tensor], homes: Mapping[Tensor, torch.device] | None = None
 ) -> Backend:
-    """The backend of the one device that all shards live on.
+    """Return the backend of the one device that all shards live on.
 
     Args:
-        parameters: of an optimizer.
-        homes: where some of them will live: see :func:`cpu_homes`.
+        parameters: the optimizer's.
+        homes: the devices that some of them will move to: see :func:`cpu_homes`.
 
     Raises:
         DeviceError: several devices, or one that torch cannot use here.

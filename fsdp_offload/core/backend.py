@@ -58,13 +58,13 @@ class PendingEvent:
         return self._future.result()
 
     def query(self) -> bool:
-        """As of :class:`Event`. True after a failure, too, since nothing is left to wait for."""
+        """See :class:`Event`. True after a failure, too, since nothing is left to wait for."""
         if not self._future.done():
             return False
         return self._future.exception() is not None or self._future.result().query()
 
     def synchronize(self) -> None:
-        """As of :class:`Event`; raises like :meth:`recorded`."""
+        """See :class:`Event`; raises like :meth:`recorded`."""
         self.recorded().synchronize()
 
 

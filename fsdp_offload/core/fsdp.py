@@ -1,29 +1,30 @@
-"""The only file that uses private API of FSDP2: groups that are watched, and shards that are lent.
+"""The only file that uses private API of FSDP2: it watches groups, and lends them shards.
 
-FSDP2 has no public way to its parameter groups (torch/distributed/fsdp/_fully_shard). What is read,
-replaced or written there is listed in ``core/fsdp_names.py``, and tried at construction.
+FSDP2 has no public access to its parameter groups (torch/distributed/fsdp/_fully_shard).
+``core/fsdp_names.py`` lists the names that this file reads, replaces or writes, and tries them at
+construction.
 
-An FSDP2 *group* holds the parameters of one ``fully_shard`` call (of one mesh of it, where it has
-several): gathered together before they are used, reduced together after their backward. Three of
-its methods are on every path that torch takes, and are replaced on the instance
-(torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, the same in 2.11, 2.13, 2.15):
+An FSDP2 *group* holds the parameters of one ``fully_shard`` call (if that has several meshes, of
+one of them). FSDP2 gathers them together before use, and reduces them together after their
+backward. Every path through torch calls three methods of the group, which this file replaces on the
+instance (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, the same in 2.11, 2.13, 2.15):
 
-* ``unshard`` starts the all-gather, from forward, both kinds of prefetch, backward and by hand. The
-  stream that copies the shards must wait for their updates first;
-* ``wait_for_unshard`` makes the compute stream wait for the all-gather. What the updates read, the
-  gradients, may then be dropped: memory of FSDP2's reduce stream is reused only after that stream
-  has waited for the compute stream, at the start of the next reduction. With one rank nothing is
-  gathered, and it is here that the shards are copied, on the compute stream;
-* ``post_backward`` reduces the gradients. When it has returned, every gradient of the group is
-  there, which per-parameter hooks cannot tell: they fire before later parameters of the group have
-  theirs, and never for unused ones. With one rank the reduction is a copy, and is made on the
-  compute stream: see [Note: streams with kernels].
+* ``unshard`` starts the all-gather: from forward, both kinds of prefetch, backward, and by hand.
+  The stream that copies the shards must wait for their updates first.
+* ``wait_for_unshard`` makes the compute stream wait for the all-gather. The gradients that the
+  updates read may then be dropped: FSDP2's reduce stream reuses its memory only after it has waited
+  for the compute stream, at the start of the next reduction. With one rank nothing is gathered, and
+  this method copies the shards, on the compute stream.
+* ``post_backward`` reduces the gradients. After it returns, the group has all of them. Hooks per
+  parameter cannot tell that: they fire before later parameters of the group have their gradients,
+  and never for unused ones. With one rank the reduction is a copy on the compute stream: see
+  [Note: streams with kernels].
 
 [Note: streams with kernels]
 On an H200 every copy to the host is 8 % slower while three streams have kernels, however small
 (compute, reduction, updates; docs/internals/overlap.md). With one rank a reduction waits for no
-other rank, so it needs no stream of its own; unless the caller has hung something behind it, which
-runs on another stream and reads memory of FSDP2's.
+other rank, so it needs no stream of its own, unless the caller registered an all-reduce hook, which
+runs on another stream and reads FSDP2's memory.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from .storage import move
 
 
 def fsdp_groups(models: Iterable[nn.Module]) -> list[tuple[Any, Any]]:
-    """FSDP2's own parameter groups, each once, with the state of its modules.
+    """List FSDP2's own parameter groups, each once, with the state of its modules.
 
     ``fully_shard`` of several modules gives all of them one state.
     """
@@ -62,8 +63,8 @@ def fsdp_modules(models: Iterable[nn.Module]) -> Iterator[FSDPModule]:
 
 
 def groups_of(module: FSDPModule) -> list[tuple[Any, Any]]:
-    """torch 2.11 keeps one per state, later versions a list (and raise for "the" one where there
-    are several)."""
+    # torch 2.11 keeps one group per state; later versions keep a list, and raise if the old name is
+    # read while there are several.
     state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
@@ -72,13 +73,13 @@ def groups_of(module: FSDPModule) -> list[tuple[Any, Any]]:
 
 
 def fsdp_parameters(models: Iterable[nn.Module]) -> set[Tensor]:
-    """Parameters that an FSDP2 module of ``models`` all-gathers."""
+    """Return the parameters that an FSDP2 module of ``models`` all-gathers."""
     return {each.sharded_param for group, _ in fsdp_groups(models) for each in group.fsdp_params}
 
 
 def gathered_parameters(models: Iterable[nn.Module]) -> dict[Tensor, Tensor]:
-    """What FSDP2 modules show as parameters while they are gathered, and the sharded parameter that
-    each of them is gathered from."""
+    """Map the gathered parameters that FSDP2 modules show for a time to their sharded
+    parameters."""
     found = (fsdp_param for group, _ in fsdp_groups(models) for fsdp_param in group.fsdp_params)
     return {
         whole: each.sharded_param
@@ -88,7 +89,7 @@ def gathered_parameters(models: Iterable[nn.Module]) -> dict[Tensor, Tensor]:
 
 
 def device_of(models: Iterable[nn.Module]) -> torch.device | None:
-    """The device that FSDP2 computes on; None: no module is sharded."""
+    """Return the device that FSDP2 computes on; None: no module is sharded."""
     return next((group.device for group, _ in fsdp_groups(models)), None)
 
 
@@ -96,7 +97,7 @@ def device_of(models: Iterable[nn.Module]) -> torch.device | None:
 
 
 class Watcher(Protocol):
-    """Who is told; ``index`` is the group's position in :func:`find_groups`."""
+    """Receives callbacks of a group; ``index``: its position in :func:`find_groups`."""
 
     @property
     def uses_link(self) -> bool:
@@ -104,35 +105,37 @@ class Watcher(Protocol):
         ...
 
     def before_gather(self, index: int, stream: Stream) -> None:
-        """``stream`` is about to read the group's shards."""
+        """Called before ``stream`` reads the group's shards."""
         ...
 
     def after_gather(self, index: int) -> None:
-        """The compute stream has waited for what the gather waited for."""
+        """Called after the compute stream has waited for the gather."""
         ...
 
     def before_reduce(self, index: int) -> None:
-        """The group has new gradients, which are about to be reduced into ``.grad``."""
+        """Called before FSDP2 reduces the group's new gradients into ``.grad``."""
         ...
 
     def after_reduce(
         self, index: int, reduced: Event, stream: Stream, *, is_last: bool = True
     ) -> None:
-        """After ``reduced``, on ``stream``, the group's gradients are there; ``is_last``: and final
-        for this iteration, as far as FSDP2 was told."""
+        """Called after a reduction: ``.grad`` is valid after ``reduced``, on ``stream``.
+
+        ``is_last``: it is final for this iteration, if the caller told FSDP2 the last backward.
+        """
         ...
 
 
 class Lender(Protocol):
-    """Who has the memory of shards that FSDP2 gathers; ``index`` is as of a :class:`Watcher`."""
+    """Owns the memory of shards that FSDP2 gathers; ``index`` as in :class:`Watcher`."""
 
     def lending(self, index: int, stream: Stream) -> AbstractContextManager[None]:
-        """Inside, ``stream`` reads the group's shards: :attr:`GroupShard.padded`."""
+        """Provide the shards, :attr:`GroupShard.padded`, while ``stream`` reads them inside."""
         ...
 
 
 class GroupShard:
-    """One sharded parameter of a group, as FSDP2 has it."""
+    """FSDP2's record of one sharded parameter."""
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw
@@ -144,7 +147,7 @@ class GroupShard:
 
     @property
     def padded(self) -> Tensor:
-        """What a gather reads: 1-D, the elements of the shard, then padding."""
+        """The memory that a gather reads, 1-D: the elements of the shard, then padding."""
         return self._raw._sharded_param_data  # type: ignore[no-any-return]
 
     @padded.setter
@@ -152,8 +155,10 @@ class GroupShard:
         self._raw._sharded_param_data = memory
 
     def lend(self, adopts: Callable[[Tensor], bool]) -> Callable[[], None]:
-        """Call ``adopts``, a method whose object is not kept alive, with what may have other values
-        after construction, a conversion or a load: False: FSDP2 keeps them. Returns what ends it.
+        """Pass each parameter that may have new values (after construction, a conversion or a load)
+        to ``adopts``; if that returns False, FSDP2 keeps them.
+
+        ``adopts`` is a method; its object is not kept alive. Returns a function that ends this.
         """
         find, original = weakref.WeakMethod(adopts), self._raw.reset_sharded_param
         reset = functools.partial(self._reset, find, original)
@@ -184,12 +189,12 @@ class Group:
 
     @property
     def padded_numels(self) -> list[int]:
-        """Of each of them, elements that its reduced gradient may take on this rank."""
+        """The most elements of each reduced gradient on this rank."""
         return [each.padded_sharded_param_size.numel() for each in self._raw.fsdp_params]
 
     @property
     def homes(self) -> dict[Tensor, torch.device]:
-        """Parameters that ``CPUOffloadPolicy`` keeps on the CPU, each with its device otherwise."""
+        """Parameters that ``CPUOffloadPolicy`` keeps on the CPU, each with its compute device."""
         kept = [each for each in self._raw.fsdp_params if each.offload_to_cpu]
         return {each.sharded_param: each.device for each in kept}
 
@@ -224,42 +229,39 @@ class Group:
                 fsdp_param.reset_sharded_param()
 
     def watch(self, index: int, watcher: Watcher, backend: Backend) -> Callable[[], None]:
-        """Tell ``watcher``, which is not kept alive; returns what ends it."""
-        find = weakref.ref(watcher)
-        methods: dict[str, Callable[..., None]] = {
-            "unshard": self._unshard,
-            "wait_for_unshard": self._wait_for_unshard,
-            "post_backward": self._post_backward,
-        }
-        return self._replace(find, methods, index, backend)
+        """Call ``watcher``, which is not kept alive; returns a function that ends this."""
+        return self._replace(
+            (weakref.ref(watcher), index, backend),
+            unshard=self._unshard,
+            wait_for_unshard=self._wait_for_unshard,
+            post_backward=self._post_backward,
+        )
 
     def _replace(
-        self, find: Callable[[], object], methods: dict[str, Callable[..., None]], *args: Any
+        self, args: tuple[Callable[[], object], int, Backend], **methods: Callable[..., None]
     ) -> Callable[[], None]:
         for name, method in methods.items():
             original = getattr(self._raw, name)
-            self._raw.__dict__[name] = functools.partial(method, find, *args, original)
-        return functools.partial(_unwatch, weakref.ref(self._raw), find, tuple(methods))
+            self._raw.__dict__[name] = functools.partial(method, *args, original)
+        return functools.partial(_unwatch, weakref.ref(self._raw), args[0], tuple(methods))
 
     @property
     def shards(self) -> list[GroupShard]:
-        """The same, as FSDP2 has them."""
+        """FSDP2's record of each parameter."""
         return [GroupShard(fsdp_param) for fsdp_param in self._raw.fsdp_params]
 
     def lend(self, index: int, lender: Lender, backend: Backend) -> Callable[[], None]:
-        """Let ``lender``, which is not kept alive, have the shards; returns what ends it."""
-        find = weakref.ref(lender)
-        methods: dict[str, Callable[..., None]] = {
-            "unshard": self._lend_to_unshard,
-            "wait_for_unshard": self._lend_to_wait,
-        }
-        return self._replace(find, methods, index, backend)
+        """Gather from memory of ``lender``, which is not kept alive; returns a function that ends
+        this."""
+        args = weakref.ref(lender), index, backend
+        unshard, wait = self._lend_to_unshard, self._lend_to_wait
+        return self._replace(args, unshard=unshard, wait_for_unshard=wait)
 
     # ------------------------------------------------------------------ while shards are away
 
     def reshard(self) -> None:
-        """Free gathered parameters, also those of a forward that raised, and of an all-gather that
-        was started by hand; ``FSDPModule.reshard`` keeps them until the forward has ended."""
+        """Free gathered parameters, also after a forward that raised, and of an all-gather that the
+        caller started. ``FSDPModule.reshard`` keeps them until the forward has ended."""
         if self._raw._all_gather_result is not None:
             self._raw.wait_for_unshard()
         self._raw._to_sharded()
@@ -270,7 +272,7 @@ class Group:
         return [g for fsdp_param in self._raw.fsdp_params for g in _unreduced(fsdp_param)]
 
     def drop_waiting_gradients(self) -> None:
-        """Forget :attr:`waiting_gradients`: the next backward must not add to them."""
+        """Drop :attr:`waiting_gradients`, so that the next backward does not add to them."""
         self._raw._partial_reduce_output = None
         for fsdp_param in self._raw.fsdp_params:
             if "unsharded_accumulated_grad" in vars(fsdp_param):
@@ -380,7 +382,7 @@ class Group:
             return contextlib.nullcontext()
         return copies_without_tables(self._raw, name)
 
-    # ------------------------------------------------------------------ what FSDP2 is about to do
+    # ------------------------------------------------------------------ FSDP2's next steps
 
     @property
     def _world_size(self) -> int:
@@ -390,7 +392,7 @@ class Group:
 
     @contextlib.contextmanager
     def _reducing(self) -> Iterator[Any]:
-        """Inside, gradients are reduced; gives the stream of the last step of it."""
+        """Choose the streams of a reduction inside; yields the stream of its last step."""
         context = self._raw.comm_ctx
         if self._raw.mesh_info.replicate_mesh_dim is not None:
             yield context.all_reduce_stream
@@ -411,18 +413,18 @@ class Group:
 
 
 def _raise_after_backward(error: Exception) -> None:
-    """Raise from the running ``backward()``, when FSDP2's own last callbacks have run."""
+    """Raise from the running ``backward()`` after FSDP2's own last callbacks."""
     engine: Any = torch.autograd.Variable._execution_engine
 
     def fail() -> None:
         raise error
 
-    # Those of other roots may be queued behind the first: the second is the last one.
+    # Callbacks of other roots may be queued behind the first one, not behind the second.
     engine.queue_callback(lambda: engine.queue_callback(fail))
 
 
 def _unreduced(fsdp_param: Any) -> list[Tensor]:
-    """Whole gradients of one parameter: one, or while they accumulate in another dtype, two.
+    """List the unreduced gradients of one parameter: two while they accumulate in another dtype.
 
     From torch 2.15 on autograd accumulates in that dtype, and the second name is the first one's.
     """
@@ -435,9 +437,9 @@ def _unreduced(fsdp_param: Any) -> list[Tensor]:
 def _unwatch(
     find_raw: Callable[[], Any], find_watcher: Callable[[], Any], names: Iterable[str]
 ) -> None:
-    """Put the methods back, unless other code has replaced ours since: then it just passes on.
+    """Restore the methods. If other code has replaced ours since, ours stays and passes calls on.
 
-    What is to call this must not keep the group alive, nor what its modules refer to.
+    The caller holds this function, which must keep neither the group nor its modules alive.
     """
     raw = find_raw()
     if raw is None:
@@ -449,10 +451,10 @@ def _unwatch(
         original = method.args[-1]
         if getattr(original, "__self__", None) is raw:
             del raw.__dict__[name]
-        else:  # of another watcher
+        else:  # another watcher's method
             raw.__dict__[name] = original
 
 
 def find_groups(models: Iterable[nn.Module]) -> list[Group]:
-    """The FSDP2 groups of ``models``, in order of their modules."""
+    """List the FSDP2 groups of ``models``, in order of their modules."""
     return [Group(raw, state) for raw, state in fsdp_groups(models)]

@@ -52,8 +52,7 @@ _METADATA: Final[frozenset[Any]] = frozenset(
     + [Tensor.element_size, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous]
     + [Tensor.is_inference]
 )
-"""What the shard's values and addresses play no part in."""
-
+"""Metadata accessors: answered without waiting."""
 
 _ALIASES: Final[frozenset[Any]] = frozenset(
     (
@@ -61,14 +60,14 @@ _ALIASES: Final[frozenset[Any]] = frozenset(
         *(torch.ops.aten.alias.default, torch.ops.aten.view.default),
     )
 )
-"""Operations whose result is the shard again, if its shape is the same."""
+"""Operations whose result stands for the same shard, if its shape is the same."""
 
 
 class Keeper(Protocol):
-    """Who has the values of a shard that is in host memory."""
+    """Owns the values of a shard that is in host memory."""
 
     def take(self) -> Tensor:
-        """The shard, for uses on the current stream."""
+        """Return a copy on the device, for uses on the current stream."""
         ...
 
     def used(self, shard: Tensor, *, is_shared: bool) -> None:
@@ -77,8 +76,8 @@ class Keeper(Protocol):
         ...
 
     def local(self) -> Tensor:
-        """The values themselves, in host memory, or in the copy that the caller holds a view of:
-        what is written there is the weight."""
+        """Return the values themselves, not a copy: in host memory, or in the copy that the caller
+        holds a view of."""
         ...
 
     def bring_back(self) -> None:
@@ -87,7 +86,7 @@ class Keeper(Protocol):
 
 
 def _do_nothing() -> None:
-    """What a copy that ``torch.compile`` traces with waits for, and a shard in host memory."""
+    """Wait of stand-ins that wait for nothing: in traces, and for shards in host memory."""
 
 
 class GatedShard(Tensor):
@@ -100,7 +99,7 @@ class GatedShard(Tensor):
     _wait: Callable[[], None]
     keeper: Keeper | None
     _looks: tuple[torch.Size, torch.dtype] | None
-    """What :meth:`takes` a shard by; None: it takes none."""
+    """Looks of the shards that :meth:`takes` accepts; None: it accepts none."""
     _is_free = False
 
     @staticmethod
@@ -119,12 +118,12 @@ class GatedShard(Tensor):
 
     @property
     def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
-        """Of the shard, which has none. Code that copies tensors copies attributes as well, DCP's
-        stager among them."""
+        """The shard's attributes: none. Code that copies tensors also copies their attributes, such
+        as DCP's stager."""
         return {}
 
     def takes(self, shard: Tensor) -> bool:
-        """Stand for another shard, after :meth:`release`; False: not for one that looks like it."""
+        """Stand for another shard after :meth:`release`; False: its looks differ."""
         looks = (shard.shape, shard.dtype)
         if not self._is_free or self._looks != looks or not shard.is_contiguous():
             return False
@@ -132,7 +131,7 @@ class GatedShard(Tensor):
         return True
 
     def release(self) -> None:
-        """Stand for none, and keep none alive."""
+        """Let go of the shard."""
         self._is_free = True
         del self._shard
 
@@ -152,7 +151,7 @@ class GatedShard(Tensor):
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], *_: object) -> Tensor:
-        """For tracing, something that waits for nothing; results are the shards themselves."""
+        """Build a stand-in for tracing, which waits for nothing; results are the shards."""
         shard = inner["data"]
         return shard if type(shard) is Tensor else GatedShard(shard, _do_nothing)
 
@@ -183,7 +182,7 @@ class GatedShard(Tensor):
         try:
             result = func(*opened, **named)
         finally:
-            # Elsewhere it may be that of a collective in place.
+            # Other functions without a result may be collectives in place, still running.
             is_told = result is None and name_of(func).startswith("_foreach_")
             for keeper, (stand_in, shard) in taken.items():
                 result = stand_in if result is shard else result
@@ -193,12 +192,12 @@ class GatedShard(Tensor):
 
 
 def name_of(func: Any) -> str:
-    """Of a function of torch's, or below them, without its overload."""
+    """Return the name of a function or operator of torch, without its overload."""
     return str(getattr(func, "__name__", "")).partition(".")[0]
 
 
 def _answered(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What needs no copy on the device, or one at a time; else ``NotImplemented``."""
+    """Answer without a copy on the device, or with one at a time; else ``NotImplemented``."""
     first, name = args[0] if args else None, name_of(func)
     if name.startswith("_foreach_") and type(first) in (list, tuple):
         return _one_by_one(func, args, kwargs)
@@ -218,7 +217,8 @@ def _answered(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _one_by_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What treats all in a list alike, so that one copy at a time is on the device."""
+    """Apply an operation to the tensors of a list in turn, with one copy on the device at a
+    time."""
     lists = [value for value in args if type(value) in (list, tuple)]
     kept = [e for each in lists for e in each if isinstance(e, GatedShard) and e.keeper is not None]
     has_vector = any(isinstance(value, Tensor) and value.dim() for value in args)
@@ -235,7 +235,8 @@ def _one_by_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> set[Keeper | None]:
-    """Whose shards an operation of aten's writes; above autograd, versions tell."""
+    """Find the keepers whose shards an ATen operation writes. Above autograd, functions have no
+    schema, and versions count their writes."""
     arguments = getattr(getattr(func, "_schema", None), "arguments", ())
     values = [
         args[index] if index < len(args) else kwargs.get(argument.name)
@@ -251,7 +252,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> set[Keep
 
 
 def _opened(value: Any, waits: dict[Any, None], taken: dict[Any, Any]) -> Any:
-    """``value`` with shards in place of what stands for them; ``waits`` and ``taken`` grow."""
+    """Replace stand-ins in ``value`` by their shards; adds to ``waits`` and ``taken``."""
     if isinstance(value, GatedShard):
         waits[value._wait] = None
         if value.keeper is None:
@@ -267,13 +268,13 @@ def _opened(value: Any, waits: dict[Any, None], taken: dict[Any, Any]) -> Any:
 
 
 def _may_share(result: object, storage: torch.UntypedStorage) -> bool:
-    """Whether something outside may read or write this memory by ``result``."""
+    """Whether the caller may read or write this memory through ``result``."""
     if isinstance(result, GatedShard | bool | float | str):
         return False
     if isinstance(result, list | tuple):
         return any(_may_share(each, storage) for each in result)
     if not isinstance(result, Tensor):
-        return True  # an address, an array; None, of a collective in place
+        return True  # an address, an array, or None of a collective in place
     try:
         return identity(result.untyped_storage()) == identity(storage)
     except (NotImplementedError, RuntimeError):  # of a layout, or a subclass, without a storage
@@ -281,18 +282,18 @@ def _may_share(result: object, storage: torch.UntypedStorage) -> bool:
 
 
 def ungated(tensor: Tensor) -> Tensor:
-    """The shard, where ``tensor`` stands for one that is on the device. Does not wait: for code
-    that knows its events, or needs no values."""
+    """Return the shard if ``tensor`` stands for one on the device, else ``tensor``. Does not wait:
+    the caller knows the events, or needs no values."""
     return tensor._shard if type(tensor) is GatedShard and tensor.keeper is None else tensor
 
 
 def keeper_of(tensor: Tensor) -> Keeper | None:
-    """Who has the values, where ``tensor`` stands for a shard in host memory."""
+    """Return the keeper if ``tensor`` stands for a shard in host memory, else None."""
     return tensor.keeper if type(tensor) is GatedShard else None
 
 
 def bring_back(shards: Iterable[Tensor]) -> None:
-    """Give those that are in host memory their device memory back, for good.
+    """Give shards in host memory their device memory back, for good.
 
     Raises:
         DeviceMemoryError: there is no room.

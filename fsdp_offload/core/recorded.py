@@ -143,7 +143,7 @@ class Record:
         self.local()
 
     def local(self) -> Tensor:
-        """As of :class:`.Keeper`. On the device, because callers get no view of the host memory."""
+        """See :class:`.Keeper`. On the device, because callers get no view of the host memory."""
         return self.keep(self.fetch(self)) if self.real is None else self.real
 
 

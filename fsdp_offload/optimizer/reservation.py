@@ -122,7 +122,7 @@ class Reservation:
             for param in params:
                 if found := frozen.get(param.parameter):
                     # It was trained before. Its weight may have been replaced meanwhile.
-                    state_io.write(param, state_io.agreeing(param, found))
+                    state_io.write(param, state_io.reconciled(param, found))
             exposed = {param.parameter: state_io.expose(param) for param in params}
         self.params = everything
         self.never_have_gradients = [

@@ -70,8 +70,8 @@ class StateView:
             return
         with torch.no_grad():
             found = [self.shown.get(param.parameter) or {} for param in params]
-            apart = state_io.apart(params, found)
-            for param, shown, values in zip(params, found, apart, strict=True):
+            resolved = state_io.resolve_aliases(params, found)
+            for param, shown, values in zip(params, found, resolved, strict=True):
                 if shown:
                     shown.update(values)
                     state_io.adopt_writes(param, shown)

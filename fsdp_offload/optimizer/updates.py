@@ -364,7 +364,7 @@ class Updates:
         for param, found in zip(params, values, strict=True):
             state_io.check(param, found)
         with self.replacing("load_state_dict()"):
-            values = state_io.apart(params, values)
+            values = state_io.resolve_aliases(params, values)
             for group, loaded_group in zip(current, groups, strict=True):
                 group.update(loaded_group)
             for param, found in zip(params, values, strict=True):

@@ -18,8 +18,6 @@ from .residency import LEAST_SLOTS, margin_bytes, most_slots
 MOST_GPUS: Final = 4096
 CONTEXT_BYTES: Final = 600 << 20
 """Bytes that CUDA, cuBLAS and NCCL take outside torch's allocator."""
-
-
 GATHER_SLOTS: Final = 3
 """Groups of offloaded weights on the device at a time."""
 GRADIENT_SLOTS: Final = 2

@@ -176,13 +176,14 @@ def _cut(specs: Sequence[ParamSpec], bucket_bytes: int) -> list[list[Slice]]:
         # with little or no state.
         per_numel = max(4, -(-spec.state_bytes // max(spec.numel, 1)))
         start = 0
-        while True:
+        while True:  # once for an empty parameter, too: it keeps its slice and its step count
             room = free // per_numel // spec.cut_numel * spec.cut_numel
             rest = spec.numel - start
             if rest > room and buckets[-1] and (room <= 0 or not spec.cuttable):
                 buckets.append([])
                 free, scratch = bucket_bytes, 0
                 continue
+            # The first slice of a bucket may exceed it: nothing smaller can be cut.
             take = min(rest, max(room, spec.cut_numel)) if spec.cuttable else rest
             buckets[-1].append(Slice(spec, start, start + take, scratch))
             scratch += align(take, ALIGN_NUMEL)
@@ -220,7 +221,7 @@ def kind_range(
     """Return the arena bytes ``[start, stop)`` of one kind of a slice's state (``numel`` of the
     spec)."""
     base = offsets[slice_.spec.index, kind.name]
-    if not slice_.spec.cuttable:
+    if not slice_.spec.cuttable:  # its state may have fewer elements than the parameter
         return base, base + numel * kind.itemsize
     start, stop = slice_.start // kind.block_numel, -(-slice_.stop // kind.block_numel)
     return base + start * kind.itemsize, base + stop * kind.itemsize

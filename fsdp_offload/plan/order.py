@@ -30,13 +30,13 @@ def deadline_order(visits: Sequence[Visit]) -> tuple[int, ...]:
     arrivals = sorted(range(len(visits)), key=lambda index: (visits[index].ready_ms, index))
     waiting: list[tuple[int, int]] = []
     order: list[int] = []
-    now_ms, arrived = 0.0, 0
+    now_ms, arrived = 0.0, 0  # the link's clock, and how many of `arrivals` are in `waiting`
     while len(order) < len(visits):
         while arrived < len(visits) and visits[arrivals[arrived]].ready_ms <= now_ms:
             index = arrivals[arrived]
             heapq.heappush(waiting, (visits[index].rank, index))
             arrived += 1
-        if not waiting:
+        if not waiting:  # idle until the next gradients
             now_ms = visits[arrivals[arrived]].ready_ms
             continue
         _, index = heapq.heappop(waiting)
@@ -86,7 +86,7 @@ def slot_use(staying: Sequence[bool], slots: int) -> SlotUse:
             travelling.append(position)
     reach, passed = [], 0
     for stays in (*staying, True):
-        ahead = passed + slots
+        ahead = passed + slots  # the first travelling bucket without a free slot
         reach.append(travelling[ahead] if ahead < len(travelling) else len(staying))
         passed += not stays
     return SlotUse(tuple(used), tuple(reach))

@@ -142,9 +142,10 @@ class MemoryWatch:
         margin = margin_bytes(total_bytes, step, self._grown_bytes)
         reserved, job = self._last.reserved_bytes, self._job[-1][1]
         allowed = allowed_bytes(free_bytes, reserved, job, own_bytes, margin)
-        if self._is_short:
+        if self._is_short:  # after a retry, fragmentation makes the free bytes look too good
             allowed = min(allowed, own_bytes // 2)
         self._takes = allowed > own_bytes
+        # Evicting buckets costs transfers in every later step; the margin bears a little less.
         is_little = 0 < own_bytes - allowed <= min(margin // 4, own_bytes // 8)
         return None if is_little and not self._is_short else allowed
 
@@ -253,7 +254,7 @@ def choose(
     away = {i for i, until in (away_until or {}).items() if step < until and i not in staying}
     if sum(sizes.values()) <= allowed and not away:
         return 0, frozenset(sizes)
-    slot_bytes = max(sizes.values())
+    slot_bytes = max(sizes.values())  # any bucket may use any slot
     slots = min(most_slots(allowed, slot_bytes), len(sizes))
     room = allowed - slots * slot_bytes
     chosen: set[int] = set()

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ..core import dtensor
 from ..plan import Bucket, Kind, Slice
 from . import codec
-from .moments import Kept, Moment, PackedMoment
+from .moments import Kept, Moment, PackedMoment, pack, unpack
 from .one_kernel import OneKernelAdam, StepPowers
 from .params import REMAINDER_KIND, MasterForm, ParamState, SliceState, Snapshot
 from .shadow import Shadow
@@ -48,17 +48,12 @@ class Scratch:
             storage.resize_(self.memory.nbytes)
 
     @staticmethod
-    def bytes_for(numel: int, compute: torch.dtype, shard: torch.dtype, moments: int = 0) -> int:
-        """Return the bytes for a bucket of ``numel`` elements with remainders, and ``moments``
-        packed moments."""
-        return numel * ((2 + moments) * compute.itemsize + shard.itemsize)
-
-    @classmethod
-    def bytes_of(cls, param: ParamState, numel: int) -> int:
+    def bytes_of(param: ParamState, numel: int) -> int:
         """Return the bytes for a bucket of ``numel`` elements of parameters like ``param``."""
-        if param.form is MasterForm.SHARD:
-            return numel * len(param.moments) * param.compute_dtype.itemsize
-        return cls.bytes_for(numel, param.compute_dtype, param.info.dtype, len(param.moments))
+        per_numel = len(param.moments) * param.compute_dtype.itemsize
+        if param.form is not MasterForm.SHARD:  # master and gradient, and a gathered shard
+            per_numel += 2 * param.compute_dtype.itemsize + param.info.dtype.itemsize
+        return numel * per_numel
 
     def cut(self, numel: int, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
         """Cut one 1-D view of ``numel`` elements per dtype, one after the other."""
@@ -305,7 +300,7 @@ class BucketUpdate:
             return
         self._unpack_moments(gradients)
         is_complete = all(gradient is not None for gradient in gradients)
-        self._unpack()
+        self._unpack()  # also slices without a gradient: one kernel for all costs less
         self._shadow.step(self._prepare(gradients, is_complete), snapshot)
         self._pack(gradients, is_complete)
         self._pack_moments(gradients)
@@ -314,7 +309,7 @@ class BucketUpdate:
         for sliced, gradient, packed in zip(self.slices, gradients, self._packed, strict=True):
             if gradient is not None and sliced.stepped:
                 for each in packed:
-                    each.unpack()
+                    unpack(each.moment, *each.kept, each.values)
 
     def _pack_moments(self, gradients: list[Tensor | None]) -> None:
         for sliced, gradient, packed in zip(self.slices, gradients, self._packed, strict=True):
@@ -322,7 +317,8 @@ class BucketUpdate:
                 continue
             sliced.updates += 1
             for each in packed:
-                each.pack(sliced.rng_key(each.moment.position // 2))
+                rng_key = sliced.rng_key(each.moment.position // 2)
+                pack(each.moment, each.values, *each.kept, rng_key)
 
     def _unpack(self) -> None:
         if self._form is MasterForm.WHOLE:
@@ -353,6 +349,8 @@ class BucketUpdate:
         if self._form is not MasterForm.REMAINDER:
             return
         for index, (value, remainder, master) in enumerate(self._codes):
+            # Gathered slices without a gradient get the remainder that they had: its bits are the
+            # low half of the master, which no update has changed.
             if self._gathered or is_complete or gradients[index] is not None:
                 codec.encode(master, value, remainder)
         if self._gathered:

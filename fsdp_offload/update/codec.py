@@ -32,10 +32,8 @@ QUIET_BIT: Final = 0x40  # of a bf16 NaN
 
 def decode(value: Tensor, remainder: Tensor, master: Tensor) -> None:
     """``master[:] = (value, remainder)``. 1-D, same numel: bf16, bf16, fp32; contiguous."""
-    if master.is_cuda and (kernels := triton_kernels()) is not None:
-        kernels.decode(value, remainder, master)
-    else:
-        decode_plain(value, remainder, master)
+    kernels = triton_kernels() if master.is_cuda else None
+    (decode_plain if kernels is None else kernels.decode)(value, remainder, master)
 
 
 def decoded(value: Tensor, remainder: Tensor) -> Tensor:
@@ -47,10 +45,8 @@ def decoded(value: Tensor, remainder: Tensor) -> Tensor:
 
 def encode(master: Tensor, value: Tensor, remainder: Tensor) -> None:
     """``(value, remainder)[:] = master``. 1-D, same numel: fp32, bf16, bf16; contiguous."""
-    if master.is_cuda and (kernels := triton_kernels()) is not None:
-        kernels.encode(master, value, remainder)
-    else:
-        encode_plain(master, value, remainder)
+    kernels = triton_kernels() if master.is_cuda else None
+    (encode_plain if kernels is None else kernels.encode)(master, value, remainder)
 
 
 def round_to_value(master: Tensor, value: Tensor) -> None:

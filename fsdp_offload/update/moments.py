@@ -19,7 +19,7 @@ Two implementations give the same bits: torch operations (``*_plain``) and Trito
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,21 +70,12 @@ Kept = tuple[Tensor, Tensor | None]
 """Codes and scales."""
 
 
-@dataclass(frozen=True)
-class PackedMoment:
+class PackedMoment(NamedTuple):
     """Packed and unpacked memory of one moment of one slice."""
 
     moment: Moment
     kept: Kept
     values: Tensor  # fp32, in scratch memory
-
-    def unpack(self) -> None:
-        """Unpack the codes into the values."""
-        unpack(self.moment, *self.kept, self.values)
-
-    def pack(self, rng_key: RngKey) -> None:
-        """Pack the values into codes."""
-        pack(self.moment, self.values, *self.kept, rng_key)
 
 
 def moments_of(

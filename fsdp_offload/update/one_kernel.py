@@ -91,6 +91,7 @@ class StepPowers:
         if key in snapshot.cache:
             return
         snapshot.cache[key] = True
+        # The updates of the step before read these rows on the same stream, so they are over.
         counts = self._counts[: len(self._slices)]
         torch.stack([sliced.state["step"] for sliced in self._slices], out=counts)
         counts += 1
@@ -184,7 +185,7 @@ class OneKernelAdam:
         by_group: dict[int, list[int]] = {}
         for index, sliced in enumerate(slices):
             by_group.setdefault(sliced.param.group, [])
-            if sliced.slice.numel:
+            if sliced.slice.numel:  # a table has no empty rows
                 by_group[sliced.param.group].append(index)
         self.groups = frozenset(by_group)
         self._together = self._cut(by_group, AT_ONCE)

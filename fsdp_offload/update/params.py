@@ -54,7 +54,7 @@ class ParamState:
     compute_dtype: torch.dtype
     lane: Lane
     form: MasterForm
-    memory: tuple[int, int]  # the shard's, as of dtensor.memory_of; updates are in place
+    memory: tuple[int, int]  # the shard's, by dtensor.memory_of; updates are in place
     moments: tuple[Moment, ...] = ()  # like kinds that are stored in fewer bits
     host_shard: Tensor | None = None  # 1-D, if the weight lives in host memory
     tensors: dict[str, Tensor] = field(default_factory=dict)  # 1-D, numel of the kind
@@ -213,6 +213,8 @@ class Snapshot:
                 if name == "params":
                     continue
                 if isinstance(value, Tensor):
+                    # The version tells without a device synchronisation; but some code writes the
+                    # same value again, which is no change.
                     same = versions.get(name) == (id(value), value._version) or (
                         isinstance(before.get(name), Tensor) and torch.equal(value, before[name])
                     )
@@ -261,6 +263,7 @@ class Work:
         found: list[Tensor | None] = []
         for each in slices:
             gradient = self.gradients[each.spec.index]
+            # Most parameters are whole slices: no view is made for them.
             if gradient is not None and each.cut is not None:
                 gradient = gradient[each.cut]
             found.append(gradient)

@@ -13,7 +13,6 @@ like torch, so the arithmetic is torch's own. Rules that keep it exact:
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -36,11 +35,7 @@ class Shadow:
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        slices: list[SliceState],
-        *,
-        on_host: bool = False,
+        self, optimizer: Optimizer, slices: list[SliceState], *, on_host: bool = False
     ) -> None:
         self.slices = slices
         self._on_host = on_host
@@ -57,7 +52,6 @@ class Shadow:
             for index in self._group_indices
         ]
         self._shadow = make_shadow(optimizer, groups)
-        self._shadow.state = defaultdict(dict)
         self._has_all_state = False  # whether all slices have stepped
 
     def rebind(self) -> None:
@@ -84,9 +78,13 @@ class Shadow:
             # each keeps one order on all ranks.
             calls = [[pair] for pair in present]
         for some in filter(None, calls):
-            self._apply(values, snapshot)
-            self._call(some)
-            if not self._trusted:
+            if self._trusted:
+                for group, own in zip(self._shadow.param_groups, values.values(), strict=True):
+                    group.update(own)
+                self._call(some)
+            else:
+                apply_own(self._shadow, values, snapshot)
+                self._call(some)
                 collect_changes(self._shadow, values, snapshot)
 
     def _values(self, snapshot: Snapshot) -> dict[int, dict[str, Any]]:
@@ -119,18 +117,11 @@ class Shadow:
             for sliced, _ in present:
                 state.pop(sliced.tensor, None)
         elif not self._trusted:
-            # The user's own class may put new values there, which _adopt copies after the call.
+            # The user's own class may replace entries of these copies; _adopt takes the new values.
             state.update((sliced.tensor, dict(sliced.state)) for sliced, _ in present)
-        elif not self._has_all_state:
+        elif not self._has_all_state:  # torch's classes keep the dicts, so once is enough
             state.update((each.tensor, each.state) for each in self.slices if each.stepped)
             self._has_all_state = all(each.stepped for each in self.slices)
-
-    def _apply(self, values: dict[int, dict[str, Any]], snapshot: Snapshot) -> None:
-        if self._trusted:
-            for group, own in zip(self._shadow.param_groups, values.values(), strict=True):
-                group.update(own)
-        else:
-            apply_own(self._shadow, values, snapshot)
 
     def _adopt(self, sliced: SliceState) -> None:
         got = self._shadow.state[sliced.tensor]

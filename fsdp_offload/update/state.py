@@ -166,7 +166,7 @@ def _check_tensor(param: ParamState, name: str, value: Any) -> None:
         )
 
 
-def apart(
+def resolve_aliases(
     params: Sequence[ParamState], values: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
     """Clone values that alias the state of another entry or parameter (a state dict of live
@@ -202,7 +202,8 @@ def write(param: ParamState, values: Mapping[str, Any]) -> None:
     """Copy checked values into the parameter's state; without values, or with only a master, reset
     it.
 
-    Values may alias the state that they are written to (:func:`apart` handles the state of others).
+    Values may alias the state that they are written to; :func:`resolve_aliases` handles other
+    aliases.
     Buffers keep address, dtype and device.
     """
     if not values:
@@ -359,7 +360,7 @@ def follow_shard(param: ParamState) -> None:
     codec.reseed_where_changed(_shard_of(param).to(master.device), master)
 
 
-def agreeing(param: ParamState, values: Mapping[str, Any]) -> Mapping[str, Any]:
+def reconciled(param: ParamState, values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Reconcile saved ``values`` with a weight that may be newer: where their whole master does not
     round to the weight, it becomes the weight."""
     if WHOLE not in values or not param.emits_master:

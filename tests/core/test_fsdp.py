@@ -1,4 +1,4 @@
-"""Groups of FSDP2: ``CPUOffloadPolicy`` is taken off, also by a second call."""
+"""``CPUOffloadPolicy`` is taken off, even if the device is full at first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 import fsdp_offload
-from fsdp_offload.core import fsdp
+from fsdp_offload.core import fsdp, storage
 
 
 def test_parameters_move_on_when_the_device_was_full(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,3 +42,11 @@ def test_parameters_move_on_when_the_device_was_full(monkeypatch: pytest.MonkeyP
     assert group.homes == {}
     assert type(raw.offload_policy) is OffloadPolicy
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
+def test_a_move_that_fails_keeps_the_gradient() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = gradient = torch.ones(2)
+    with pytest.raises((RuntimeError, AssertionError)):
+        storage.move(parameter, torch.device("xpu:99"))
+    assert parameter.grad is gradient

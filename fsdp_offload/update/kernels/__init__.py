@@ -45,7 +45,7 @@ def _tried() -> ModuleType:
 
 @functools.cache
 def moment_kernels() -> ModuleType | None:
-    """Return the kernels of packed moments, or None as of :func:`triton_kernels`."""
+    """Return the kernels of packed moments, or None: see :func:`triton_kernels`."""
     if triton_kernels() is None:
         return None
     from . import adam
