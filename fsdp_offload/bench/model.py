@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -126,20 +127,35 @@ def _losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(x, weight), targets, reduction="none")
 
 
-def unsharded_model(job: Job, device: torch.device) -> GPT:
-    """Build the whole model on every rank, always from the same seed.
+def _meta_model(job: Job) -> GPT:
+    with torch.device("meta"):
+        return GPT(job).to(torch.bfloat16 if job.shards == "bf16" else torch.float32)
+
+
+@torch.no_grad()
+def _initialize(model: GPT, job: Job, device: torch.device) -> None:
+    """Fill all parameters from the same seed, one whole parameter at a time.
 
     Matrices are normal, projections into the residual stream smaller; norms are ones.
     """
-    torch.manual_seed(0)
-    dtype = torch.bfloat16 if job.shards == "bf16" else torch.float32
-    with device:
-        model = GPT(job).to(dtype)
+    generator = torch.Generator(device).manual_seed(0)
     narrow = 0.02 / (2 * job.layers) ** 0.5
     for name, parameter in model.named_parameters():
+        std = narrow if name.endswith(("out.weight", "down.weight")) else 0.02
+        whole = torch.ones(parameter.shape, dtype=parameter.dtype, device=device)
         if parameter.dim() > 1:
-            ends_block = name.endswith(("out.weight", "down.weight"))
-            nn.init.normal_(parameter, std=narrow if ends_block else 0.02)
+            whole.normal_(std=std, generator=generator)
+        if isinstance(parameter, DTensor):
+            placed = parameter.device_mesh, parameter.placements
+            whole = distribute_tensor(whole, *placed, src_data_rank=None).to_local()
+            parameter.to_local().copy_(whole)
+        else:
+            parameter.copy_(whole)
+
+
+def unsharded_model(job: Job, device: torch.device) -> GPT:
+    model = _meta_model(job).to_empty(device=device)
+    _initialize(model, job, device)
     return model
 
 
@@ -147,12 +163,15 @@ def sharded_model(
     job: Job, device: torch.device, offload_policy: OffloadPolicy | None = None
 ) -> GPT:
     """Build the model under FSDP2 over all ranks, with a group for each block and the root."""
-    model = unsharded_model(job, device)
+    model = _meta_model(job)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     options: dict[str, Any] = {"offload_policy": offload_policy or OffloadPolicy()}
     if job.shards == "fp32":
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    return shard(model, model.blocks, mesh=mesh, **options)
+    model = shard(model, model.blocks, mesh=mesh, **options)
+    home = torch.device("cpu") if isinstance(offload_policy, CPUOffloadPolicy) else device
+    _initialize(model.to_empty(device=home), job, device)
+    return model
 
 
 def synthetic_batches(job: Job, device: torch.device) -> list[tuple[Tensor, Tensor]]:

@@ -3,7 +3,7 @@
 ``plain`` is the optimizer on the device. ``default`` is ours without options; ``step``, ``forward``
 and ``backward`` are ours with that ``overlap``. ``torchao`` is its ``CPUOffloadOptimizer``;
 ``cpuoffload`` is FSDP2's ``CPUOffloadPolicy`` with torch's fused AdamW on the CPU. ``compute`` is
-forward and backward alone. Words joined by ``-`` change a row:
+forward and backward alone. Rows with ``all`` make their weights on the CPU. The other words:
 
 ====================  ======================================================================
 ``clip``              clip every iteration: ours with ``optimizer.clip_grad_norm_``
@@ -13,7 +13,7 @@ forward and backward alone. Words joined by ``-`` change a row:
 ``f0.5``              ``offload_fraction``
 ``d0``, ``d2GiB``     ``device_memory``
 ``b64MiB``            ``TransferConfig(bucket_bytes=...)``
-``c24GiB``            cap the memory of torch's allocator, once the model is there
+``c24GiB``            cap the memory of torch's allocator
 ``again``             nothing: the row once more, to see how much the machine drifts
 ====================  ======================================================================
 """
@@ -23,6 +23,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -98,16 +99,6 @@ def _refused(name: str, reason: str) -> ConfigError:
     return ConfigError(f"row {name!r}", reason=reason, remedy=f"use the words in {__name__}")
 
 
-class Nothing:
-    """Stands in for an optimizer, and only drops gradients."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.zero_grad = model.zero_grad
-
-    def step(self) -> None:
-        """Leave the model as it is."""
-
-
 class Trainer(NamedTuple):
     """Parts of one row's training: ``clip`` runs between backward and step."""
 
@@ -123,19 +114,19 @@ def make_trainer(case: Case, job: Job, device: torch.device) -> Trainer:
         peer = importlib.import_module("torchao.optim").CPUOffloadOptimizer
         optimizer = peer(model.parameters(), AdamW, fused=True, lr=LEARNING_RATE)
         return Trainer(model, optimizer, lambda: None)
-    is_cpu = case.kind == "cpuoffload"
-    policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if is_cpu else None
+    options = dict(case.options)
+    if cap_bytes := options.pop("cap_bytes", None):
+        total_bytes = torch.cuda.mem_get_info(device)[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / total_bytes))
+    policy = None
+    if case.kind == "cpuoffload" or options.get("offload") == "all":
+        policy = CPUOffloadPolicy(pin_memory=case.kind == "cpuoffload" and device.type == "cuda")
     model = sharded_model(job, device, policy)
     if case.kind == "compute":
-        return Trainer(model, Nothing(model), lambda: None)
+        nothing = SimpleNamespace(step=lambda: None, zero_grad=model.zero_grad)
+        return Trainer(model, nothing, lambda: None)
     optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     if case.kind in OURS:  # the others keep no masters for bf16 shards
-        options = dict(case.options)
-        if cap_bytes := options.pop("cap_bytes", None):
-            torch.cuda.empty_cache()
-            torch.cuda.set_per_process_memory_fraction(
-                min(1.0, cap_bytes / torch.cuda.mem_get_info(device)[1])
-            )
         if case.kind != "default":
             options["overlap"] = case.kind
         transfer = TransferConfig(bucket_bytes=options.pop("bucket_bytes", None))

@@ -91,7 +91,9 @@ def check_choice(name: str, value: object, choices: Sequence[object], reason: st
 
 
 def brief(n_bytes: int) -> str:
-    """Format a size for a reader, in GiB or MiB."""
+    """Format a size for a reader."""
+    if n_bytes < MIB / 100:
+        return f"{n_bytes} bytes"
     return f"{n_bytes / GIB:.2f} GiB" if n_bytes >= GIB / 10 else f"{n_bytes / MIB:.2f} MiB"
 
 

@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from . import dtensor
 from .devices import default_device
 from .errors import ConfigError, UnsupportedParameterError
 
@@ -32,8 +34,9 @@ def shard(
 
     ``python train.py`` on one GPU then trains as an FSDP2 job does: updates run beside the forward.
     Build the optimizer afterwards. All ranks pass the same weights, and FSDP2 moves them to the
-    current accelerator. Without a process group, ``shard`` makes one: of all ranks if ``RANK`` is
-    set (``torchrun``), else of this process.
+    current accelerator. ``model.load_state_dict`` takes state dicts of the unsharded model, too.
+    Without a process group, ``shard`` makes one: of all ranks if ``RANK`` is set (``torchrun``),
+    else of this process.
 
     Args:
         model: changed in place. Modules whose trained parameters have another dtype than most, such
@@ -62,7 +65,23 @@ def shard(
     for module in reversed([*model.modules()]):  # inner ones first
         if module in groups or module is model:
             fully_shard(module, mesh=mesh, **options)
+    model.register_load_state_dict_pre_hook(_cut_whole_tensors)  # type: ignore[no-untyped-call]
     return model
+
+
+def _cut_whole_tensors(
+    model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
+) -> None:
+    """Let ``load_state_dict`` take an unsharded model's tensors: each rank loads its shards."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        whole = state_dict.get(prefix + name)
+        is_sharded = isinstance(parameter, DTensor) and not isinstance(whole, DTensor)
+        if whole is None or not is_sharded or whole.shape != parameter.shape:
+            continue  # nothing to cut; torch reports what does not fit
+        for chunk in dtensor.chunk_list(parameter):
+            ends = map(sum, zip(chunk.offsets, chunk.sizes, strict=True))
+            part = whole[tuple(map(slice, chunk.offsets, ends))]
+            state_dict[prefix + name] = dtensor.like(parameter, part)
 
 
 def _check(model: nn.Module) -> None:

@@ -545,7 +545,7 @@ def test_repr_says_what_is_where() -> None:
         assert repr(moved) == f"ActivationOffload(cpu, {sizes}; 1.00 MiB moved so far)"
         simulator.synchronize()
         moved.statistics()
-        assert ", 0.00 MiB of device memory held by copies" in repr(moved)
+        assert ", 0 bytes of device memory held by copies" in repr(moved)
         y.sum().backward()
         moved.close()
     assert repr(moved) == "ActivationOffload(cpu, closed)"

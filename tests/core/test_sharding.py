@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fsdp_offload
 from fsdp_offload import ConfigError, HybridDeviceOptimizer, UnsupportedParameterError, checkpoint
 from tests.helpers.compare import assert_same
+from tests.helpers.ranks import RankPool
 from tests.helpers.scripts import Launch
 
 WIDTH, STEPS = 16, 4
@@ -122,6 +123,30 @@ def test_compiled_blocks_train() -> None:
     fsdp_offload.shard(mine)
     optimizer = HybridDeviceOptimizer(adamw(mine), mine)
     torch.testing.assert_close(train(mine, optimizer), train(plain, adamw(plain)))
+
+
+def load_an_old_state_dict(offload: str | None) -> None:
+    """On a rank: rows that are split unevenly, and none for some ranks."""
+    torch.manual_seed(0)
+    old = nn.Sequential(*(nn.Linear(5, 3) for _ in range(2)))
+    model = fsdp_offload.shard(nn.Sequential(*(nn.Linear(5, 3) for _ in range(2))))
+    optimizer: Any = torch.optim.SGD(model.parameters())
+    if offload:
+        optimizer = HybridDeviceOptimizer(optimizer, model, offload=offload, device_memory=0)
+    given = old.state_dict()
+    model.load_state_dict(given)
+    found = [parameter.full_tensor() for parameter in model.parameters()]
+    assert_same(found, [*old.parameters()])
+    assert all(type(tensor) is Tensor for tensor in given.values())
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
+        model.load_state_dict(given | {"0.weight": torch.ones(3, 3)})
+
+
+@pytest.mark.parametrize("offload", [None, "all"])
+def test_state_dicts_of_the_plain_module_load(
+    ranks: Callable[..., RankPool], offload: str | None
+) -> None:
+    ranks(4).run(load_an_old_state_dict, offload)
 
 
 @pytest.mark.parametrize("to_plain", [False, True])
