@@ -290,9 +290,7 @@ class HybridDeviceOptimizer(Optimizer):
                 gradients.
             NonFiniteGradientError: ``error_if_nonfinite`` is set and the norm is not finite.
         """
-        with self._updates.life.turn(
-            "clip_grad_norm_()"
-        ):  # released here, because other ranks take part below
+        with self._updates.life.turn("clip_grad_norm_()"):  # given up for the collectives below
             self._updates.life.check()
         parameters = (p for group in self.param_groups for p in group["params"])
         return clip(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)

@@ -392,9 +392,7 @@ class Overlap:
         if all(gradient is None for gradient in gradients):
             return
         if self.work is None:
-            self.work = (
-                owner.begin_in_backward()
-            )  # gate.params may have changed by then, in this order
+            self.work = owner.begin_in_backward()  # may exchange gate.params, in the same order
         with owner.life.failing("backward()"):
             for param, gradient in zip(gate.params, gradients, strict=True):
                 if gradient is not None:
