@@ -137,8 +137,9 @@ def run_row(
         row |= measure(trainer, batches, *counts)
         if case.kind in OURS:
             figures = trainer.optimizer.statistics()
+            names = "host_arena_bytes", "host_weight_bytes", "host_gradient_bytes"
             row |= {
-                "host_gib": (figures.host_arena_bytes + figures.host_weight_bytes) / GIB,
+                "host_gib": sum(getattr(figures, name) for name in names) / GIB,
                 "moved_bytes": figures.moved_bytes,
                 "fetched_bytes": figures.fetched_bytes,
                 "lanes": figures.parameters,

@@ -253,8 +253,7 @@ def read_table(path: Path) -> Table | None:
 
 def refused(path: object, error: OSError) -> CheckpointError:
     """Build the error for a file that the file system refuses."""
-    reason = "the file system refused"
-    remedy = "free disk space, or choose a folder that you may write to"
+    reason, remedy = "the file system refused", "free disk space, or choose a folder of your own"
     if error.errno in (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY):
         reason = "another program creates or removes it, or the ranks do not share the folder"
         remedy = "choose a folder that all ranks share and no other program writes to"

@@ -401,6 +401,11 @@ class JobLoadPlanner(FlatLoadPlanner):
                 live = _shard_like(parameter, entry.properties.dtype, device)
             else:
                 live = torch.zeros(entry.size, dtype=entry.properties.dtype)
+        elif isinstance(live, Tensor) and not isinstance(entry, TensorStorageMetadata):
+            # Another program may store a step count as a plain number.
+            value = read_values(self._reader, keys[:1])[keys[0]]
+            if not isinstance(value, int | float):
+                raise _not_fitting(f"{keys[0]} of {type(value)}", "this job has a tensor there")
         self._plan_read(fqn, name, keys, live)
 
     def _plan_master(
@@ -471,26 +476,23 @@ def _check_kind(key: str, stored: Any, weight: Tensor) -> None:
     dtype = stored.properties.dtype if isinstance(stored, TensorStorageMetadata) else None
     is_mask = weight.dtype == torch.bool  # which older versions of a model may store as numbers
     if dtype is None or not (is_mask or torch.can_cast(dtype, weight.dtype)):
-        raise StateDictError(
+        raise _not_fitting(
             f"{key} of {dtype or 'a plain Python type'}",
-            reason=f"this model's tensor has {weight.dtype}, and a conversion would lose values",
-            remedy="build the model that was saved",
+            f"this model's tensor has {weight.dtype}, and a conversion would lose values",
         )
 
 
 def _check_shape(key: str, stored: Any, value: Any) -> None:
     if not isinstance(stored, TensorStorageMetadata):
         if isinstance(value, Tensor) and value.dim() > 0:
-            raise StateDictError(
-                f"{key}",
-                reason="the checkpoint has no tensor under this key",
-                remedy="build the model and the optimizer that were saved",
-            )
+            raise _not_fitting(key, "the checkpoint has no tensor under this key")
         return
     expected = tuple(value.size()) if hasattr(value, "size") else ()
     if expected != tuple(stored.size):
-        raise StateDictError(
-            f"{key} of shape {tuple(stored.size)}",
-            reason=f"this job's tensor has shape {expected}",
-            remedy="build the model and the optimizer that were saved",
+        raise _not_fitting(
+            f"{key} of shape {tuple(stored.size)}", f"this job's tensor has shape {expected}"
         )
+
+
+def _not_fitting(what: str, reason: str) -> StateDictError:
+    return StateDictError(what, reason=reason, remedy="build the job that was saved")

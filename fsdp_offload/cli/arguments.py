@@ -70,8 +70,7 @@ def plan(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=at_least(1), default=16384, help="tokens per iteration and GPU")
     add("--weights", choices=("bf16", "fp32"), default="bf16", help="dtype of the parameters")
     add("--moments", choices=("fp32", "bf16", "int8"), default="fp32", help="how to store moments")
-    kept = "keep all activations instead of recomputing them"
-    add("--no-checkpointing", action="store_true", help=kept)
+    add("--no-checkpointing", action="store_true", help="keep all activations, recompute none")
     kinds = "what may leave the GPU: optimizer state, or also weights and gradients"
     add("--offload", choices=("state", "all"), default="state", help=kinds)
     add("--device-memory", default="auto", help="GPU memory for what may leave: auto, 0, 8GiB")
@@ -98,8 +97,7 @@ def export(parser: argparse.ArgumentParser) -> None:
 def bench(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``bench``."""
     add = parser.add_argument
-    device = "default: cuda if available; cpu uses small sizes"
-    add("--device", choices=("cuda", "cpu"), help=device)
+    add("--device", choices=("cuda", "cpu"), help="default: cuda if available; cpu: small sizes")
     add("--json", type=Path, help="file for all figures, as JSON")
     helps = {"tokens": "tokens per iteration and rank", "seq": "tokens per sequence"}
     for size in ("layers", "dim", "vocabulary", "tokens", "seq"):

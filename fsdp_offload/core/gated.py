@@ -14,10 +14,10 @@ Gradients of ``overlap="forward"`` are guarded likewise: the update reads them, 
 into one waits. So does code that reads one: there is one rule for all uses.
 
 A weight that lives in host memory (``optimizer/weights.py``) has the same stand-in. FSDP2's gathers
-read a slot of the link; all other code gets a copy, which is dropped after the use. The copy is
-kept if that use wrote into it, or if its result may share its memory, and goes back to host memory
-before the next gather. ``detach()`` and views of the same shape stand for the same weight, so a
-state dict moves nothing before its values are used.
+read a slot of the link; all other code gets a copy, which is dropped after the use. What that use
+wrote goes back to host memory at once. The copy is kept if its result may share its memory, and
+goes back before the next gather. ``detach()`` and views of the same shape stand for the same
+weight, so a state dict moves nothing before its values are used.
 
 Gradients in host memory have a class of their own: :mod:`.recorded`.
 
@@ -70,9 +70,9 @@ class Keeper(Protocol):
         """Return a copy on the device, for uses on the current stream."""
         ...
 
-    def used(self, shard: Tensor, *, is_shared: bool) -> None:
-        """A use of what :meth:`take` gave has ended; ``is_shared``: the caller has written into its
-        memory, or may do so later."""
+    def used(self, shard: Tensor, *, is_shared: bool, is_written: bool = False) -> None:
+        """A use of what :meth:`take` gave has ended; ``is_shared``: the caller may write into its
+        memory later; ``is_written``: the use has, whether or not its version says so."""
         ...
 
     def local(self) -> Tensor:
@@ -187,7 +187,7 @@ class GatedShard(Tensor):
             for keeper, (stand_in, shard) in taken.items():
                 result = stand_in if result is shard else result
                 is_shared = not is_told and _may_share(result, shard.untyped_storage())
-                keeper.used(shard, is_shared=is_shared or keeper in written)
+                keeper.used(shard, is_shared=is_shared, is_written=keeper in written)
         return result
 
 

@@ -132,9 +132,10 @@ class Record:
         self._copied_version = values._version
         return values
 
-    def used(self, shard: Tensor, *, is_shared: bool) -> None:
+    def used(self, shard: Tensor, *, is_shared: bool, is_written: bool = False) -> None:
         """See :class:`.Keeper`."""
-        if shard is not self.real and (is_shared or shard._version != self._copied_version):
+        is_kept = is_shared or is_written or shard._version != self._copied_version
+        if shard is not self.real and is_kept:
             self.operations = ()
             self.keep(shard)
 

@@ -49,9 +49,7 @@ class HostDriver:
                 reason=f"the kernel refused to map them ({error})",
                 remedy="ask for less, or raise the limit on address space (ulimit -v)",
             ) from None
-        with suppress(
-            OSError, AttributeError
-        ):  # whole chunks are freed, never a part of a huge page
+        with suppress(OSError, AttributeError):  # chunks are freed, never a part of a huge page
             self._mapping.madvise(mmap.MADV_NOHUGEPAGE)
         self._address = torch.frombuffer(self._mapping, dtype=torch.uint8, count=1).data_ptr()
         return self._address

@@ -56,9 +56,7 @@ class Block:
         self.n_bytes = sum(each.nbytes for each in host or device)
         self.arrived: Event | None = None  # link -> readers of the device: fetched
         self.updated: Event | None = None  # writer of the device -> link: may be stored
-        self.stored: Event | None = (
-            None  # link -> readers of the host, and users of the device memory
-        )
+        self.stored: Event | None = None  # link -> readers of the host, next users of the device
         self.stores = 0  # so far
         self._turns: tuple[Turns, Turns] | None = None
 

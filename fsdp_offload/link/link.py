@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -130,6 +132,17 @@ class Link:
         """Block until all copies so far have ended."""
         self._in.synchronize()
         self._out.synchronize()
+
+    def end_with(self, owner: object, *memory: object) -> None:
+        """When ``owner`` goes, block until all copies have ended, and only then let go of
+        ``memory`` and of what else ``owner`` has."""
+        weakref.finalize(owner, _end, self, os.getpid(), memory).atexit = False
+
+
+def _end(link: Link, pid: int, _memory: object) -> None:
+    if os.getpid() == pid:  # a forked child has neither the copies nor their memory
+        with contextlib.suppress(Exception):
+            link.synchronize()
 
 
 @contextlib.contextmanager

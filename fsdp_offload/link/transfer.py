@@ -12,10 +12,8 @@ docs/internals/link.md has more.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -190,7 +188,7 @@ class Transfer:
         # Offloaded storages by identity: host buffer, first byte in it, bytes.
         self._places: dict[int, tuple[str, int, int]] = {}
         # Copies without a wait so far may still use host buffers.
-        weakref.finalize(self, _synchronize, self.link, os.getpid()).atexit = False
+        self.link.end_with(self, self.pool)
 
     @property
     def is_away(self) -> bool:
@@ -399,14 +397,6 @@ class Transfer:
         self._away, self._dropped, self._places = {}, (), {}
         self._buffers.clear()
         self.pool.close()
-
-
-def _synchronize(link: Link, pid: int) -> None:
-    """Wait for copies. Never raises, because it runs when a :class:`Transfer` is collected, even in
-    a fork."""
-    with contextlib.suppress(Exception):
-        if pid == os.getpid():
-            link.synchronize()
 
 
 def _bytes_of(blocks: Iterable[OwnedBlock]) -> int:

@@ -125,28 +125,32 @@ class Away:
     @torch.no_grad()
     def take(self) -> Tensor:
         """See :class:`.Keeper`."""
-        weights = self._weights
-        with weights.turn():
-            copy = self.kept
-            if copy is None:
-                copy = torch.empty_like(self._values, device=weights.backend.device)
-            if copy is not self.kept or self._age != age([self]):
-                self._fill(copy)
-            elif self._arrived is not None:
-                weights.backend.current_stream().wait(self._arrived)
-            return copy
+        with self._weights.turn():
+            return self._copy()
 
-    def used(self, shard: Tensor, *, is_shared: bool) -> None:
+    def _copy(self) -> Tensor:
+        kept, backend = self.kept, self._weights.backend
+        copy = torch.empty_like(self._values, device=backend.device) if kept is None else kept
+        if copy is not self.kept or self._age != age([self]):
+            self._fill(copy)
+        elif self._arrived is not None:
+            backend.current_stream().wait(self._arrived)
+        return copy
+
+    def used(self, shard: Tensor, *, is_shared: bool, is_written: bool = False) -> None:
         """See :class:`.Keeper`."""
-        if is_shared or shard._version != self._version:
+        if is_shared or is_written or shard._version != self._version:
             self.kept = shard
+            if not is_shared:  # a loop over all weights would fill the device
+                with self._weights.turn():
+                    self.flush()
 
     def local(self) -> Tensor:
         """See :class:`.Keeper`."""
         with self._weights.turn():
             self.flush()
             if self.kept is not None:  # what has the same memory sees what is written now
-                return self.take()
+                return self._copy()
             self._weights.catch_up(self)
             return self._values
 

@@ -18,8 +18,7 @@ class CheckpointView:
     """View of one optimizer for :mod:`fsdp_offload.checkpoint`. Reading sets no flag."""
 
     def __init__(self, optimizer: Optimizer, updates: Updates) -> None:
-        self.optimizer = optimizer
-        """The wrapper, even if the caller holds the optimizer that it wraps."""
+        self.optimizer = optimizer  # the wrapper, even if the caller holds what it wraps
         self._updates = updates
 
     @property

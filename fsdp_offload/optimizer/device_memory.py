@@ -26,8 +26,7 @@ class DeviceMemory:
         self._backend = backend
         self._watch = MemoryWatch()
         self._figures: AllocatorFigures | None = None
-        self.last_change = ""
-        """When and why memory was last taken or given back."""
+        self.last_change = ""  # when and why memory was last taken or given back
 
     def look(self, step: int, ring: Ring) -> None:
         """Take more memory for ``ring``, or give some back, after step number ``step`` (from 1
@@ -53,9 +52,7 @@ class DeviceMemory:
         before, slots = ring.staying.keys(), len(ring.slots)
         try:
             ring.fit(allowed, step)
-        except (
-            torch.OutOfMemoryError
-        ):  # other processes were faster; only torch's cache has changed
+        except torch.OutOfMemoryError:  # another process was faster: only torch's cache has changed
             return True
         now = ring.staying.keys()
         if now != before:

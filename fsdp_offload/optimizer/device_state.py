@@ -49,9 +49,7 @@ def held_by(params: Sequence[ParamState], shown: Shown) -> Iterator[Held]:
                     yield Held(f"{key}.{kind.name}.{index}", sliced.state, kind.name)
     managed = {param.parameter for param in params}
     others = [state for parameter, state in shown.items() if parameter not in managed]
-    for index, state in enumerate(
-        others
-    ):  # kept by the class itself, or belonging to frozen parameters
+    for index, state in enumerate(others):  # the class's own, and of frozen parameters
         for name, value in state.items():
             if isinstance(value, Tensor):
                 yield Held(f"own.{index}.{name}", state, name)

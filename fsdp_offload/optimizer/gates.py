@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -27,16 +28,26 @@ class Gate:
     reduced: TimedEvent | None = None  # after this backward's reduction
     gated: dtensor.Gated = field(default_factory=list)
     gradients: dtensor.GatedGradients = field(default_factory=dtensor.GatedGradients)
+    has_stand_ins: bool = False  # for shards or gradients
 
     @property
     def is_closed(self) -> bool:
         """Whether shards may not be read without a wait."""
         return bool(self.events or self.is_pending or self.is_taken)
 
+    def close(self, wait: Callable[[], None], *, gradients: bool) -> None:
+        """Make user code call ``wait`` before each use of a shard, or of a gradient."""
+        self.has_stand_ins = True
+        dtensor.close_gate(self.gated, wait)
+        if gradients:
+            self.gradients.close([param.parameter for param in self.params], wait)
+
     def open(self) -> None:
         """Stop gating shards and gradients."""
-        dtensor.open_gate(self.gated)
-        self.gradients.open()
+        if self.has_stand_ins:  # a state dict of the model asks once per module
+            dtensor.open_gate(self.gated)
+            self.gradients.open()
+            self.has_stand_ins = False
 
     def __del__(self) -> None:
         self.open()  # the dead optimizer has waited for its updates

@@ -18,12 +18,13 @@ from torch import Tensor
 from ..core.backend import Backend, Event, Stream
 from ..core.config import align
 from ..core.recorded import Operations, Taken, apply_all
-from ..link import Block, Link
+from ..link import Block, Link, allocating
 from ..plan import Bucket
 from ..update.params import Work
 
 COUNT: Final = 4
 """Two being fetched, one being read, and one to absorb jitter."""
+_WHAT: Final = "gradients", 'pass bucket_bytes="16MiB" in TransferConfig'
 _ALIGNMENT: Final = 16  # bytes, for each slice in a slot
 
 
@@ -54,17 +55,26 @@ class GradientSlots:
         """Bytes of device memory."""
         return sum(slot.nbytes for slot in self._slots)
 
-    def begin(self, buckets: Iterable[Bucket], work: Work, update: Stream) -> None:
-        """Start fetching for ``buckets``, which ``update`` runs in order."""
-        self._buckets = deque(each for each in buckets if _taken(each, work))
+    def reserve(self, buckets: Iterable[Bucket], work: Work, update: Stream) -> None:
+        """Make slots as large as the largest bucket's gradients; ``update`` has read the old ones.
+
+        Raises:
+            DeviceMemoryError: there is no room; nothing has changed.
+        """
         self._free.extend((each.slot, each.arrived) for each in self._fetched)  # after a failure
         self._fetched.clear()
-        most = max((_slot_bytes(each, work) for each in self._buckets), default=-1)
+        n_bytes = (_slot_bytes(each, work) for each in buckets if _taken(each, work))
+        most = max(n_bytes, default=-1)
         if most > (self._slots[0].nbytes if self._slots else -1):
             update.synchronize()  # so that nothing reads freed slots
-            self._slots = [self._backend.allocate(most) for _ in range(COUNT)]
+            with allocating(COUNT * most, *_WHAT):
+                self._slots = [self._backend.allocate(most) for _ in range(COUNT)]
             free = self._backend.current_stream().record()
             self._free = deque((slot, free) for slot in self._slots)
+
+    def begin(self, buckets: Iterable[Bucket], work: Work) -> None:
+        """Start fetching for ``buckets``, whose updates run in order."""
+        self._buckets = deque(each for each in buckets if _taken(each, work))
 
     @contextlib.contextmanager
     def lending(

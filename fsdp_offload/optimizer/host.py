@@ -189,8 +189,7 @@ class HostLane:
     def __init__(self, backend: Backend, threads: int, overlap: str) -> None:
         self.buckets: list[HostBucket] = []
         self.link = Link(backend, "host", turn_bytes=None if overlap == "step" else TURN_BYTES)
-        self.last: PendingEvent | None = None
-        """After it, all offered buckets are written."""
+        self.last: PendingEvent | None = None  # after it, all offered buckets are written
         self.moved_bytes = self.fetched_bytes = 0  # to the host and back, in the last iteration
         set_up = functools.partial(_set_up, backend.device, threads, torch.get_num_threads())
         self._thread = backend.executor("fsdp_offload-host", set_up)

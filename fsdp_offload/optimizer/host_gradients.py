@@ -56,6 +56,7 @@ class Mover:
         self.backend, self._pid = backend, os.getpid()
         self.pool = HostPool("HybridDeviceOptimizer: gradients", backend, config.transfer)
         self.link = Link(backend, "gradients", turn_bytes=TURN_BYTES)
+        self.link.end_with(self, self.pool)
 
     def wait(self, event: Event | None) -> None:
         """Let the current stream wait."""
@@ -198,6 +199,7 @@ class HostGradients:
         leaves: Sequence[Sequence[bool]],
     ) -> None:
         self.mover = Mover(backend, config)
+        self.mover.link.end_with(self)  # before gradients that are being copied go
         self.slots = GradientSlots(backend, self.mover.link)
         self._held: deque[tuple[Event, list[Tensor]]] = deque()
         self._follows: dict[int, int] = {}  # reductions: which came after which

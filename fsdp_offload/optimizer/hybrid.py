@@ -63,9 +63,9 @@ class HybridDeviceOptimizer(Optimizer):
             such a class runs its own step on the device, and its state stays there.
         offload_fraction: share of state bytes, 0 to 1 (default), that leaves the device; exact to
             the largest parameter.
-        device_memory: bytes (or "8GiB") on each device for offloaded state, to stream through and
-            to stay in. ``"auto"`` (default) takes spare memory after a few steps, and gives it back
-            when memory is short. 0: as little as possible. Does not change bits.
+        device_memory: bytes (or "8GiB") on each device for what is offloaded, to stream through
+            and to stay in. ``"auto"`` (default) takes spare memory after a few steps, and gives it
+            back when memory is short. 0: as little as possible. Does not change bits.
         host_memory: bytes that all objects of this package may use together, on all ranks of this
             host; None: free memory.
         update_on: where to update offloaded state: ``"device"`` (default), or ``"host"``, with
@@ -163,8 +163,9 @@ class HybridDeviceOptimizer(Optimizer):
         Raises:
             ConfigError: a hyper-parameter changed after backward updated parameters with it.
             AwayError: this optimizer, a shard or a gradient is offloaded; nothing was changed.
-            DeviceMemoryError: no room for scratch memory, which bf16 shards and packed moments need
-                if hyper-parameters are tensors; nothing was updated.
+            DeviceMemoryError: no room for gradients that come from host memory, or for scratch
+                memory, which bf16 shards and packed moments need if hyper-parameters are tensors;
+                nothing was updated.
             LaneError: this or an earlier update failed; only a load makes the optimizer usable.
             BusyError: a signal handler called this, or another method, in the middle of a call.
             StateSchemaError, UnsupportedParameterError: refused; nothing was updated.
@@ -295,9 +296,7 @@ class HybridDeviceOptimizer(Optimizer):
                 gradients.
             NonFiniteGradientError: ``error_if_nonfinite`` is set and the norm is not finite.
         """
-        with self._updates.life.turn(
-            "clip_grad_norm_()"
-        ):  # released here, because other ranks take part below
+        with self._updates.life.turn("clip_grad_norm_()"):  # given up for the collectives below
             self._updates.life.check()
         parameters = (p for group in self.param_groups for p in group["params"])
         return clip(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)

@@ -174,9 +174,7 @@ class Lifecycle:
                 raise
             reason = str(error) if isinstance(error, OffloadError) else repr(error)
             cause: BaseException = error
-            if isinstance(
-                error, LaneError
-            ):  # from the thread that updates on the CPU: the remedy is the same
+            if isinstance(error, LaneError):  # of the thread that updates on the CPU
                 reason, cause = f"{error.what}: {error.reason}", error.__cause__ or error
                 self._failure = cause
             raise LaneError(f"{what} failed", reason=reason, remedy=_START_OVER) from cause

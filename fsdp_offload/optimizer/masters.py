@@ -128,14 +128,18 @@ def weight_checksums(params: Sequence[ParamState]) -> Tensor:
     two different ones.
     """
     shards = [storages.present(dtensor.local(p.parameter)).reshape(-1) for p in params]
-    found = torch.zeros(len(shards), dtype=torch.int64, device=shards[0].device)
-    for total, shard in zip(found, shards, strict=True):
+    found = {  # some weights may be in host memory
+        device: torch.zeros(len(shards), dtype=torch.int64, device=device)
+        for device in dict.fromkeys(shard.device for shard in shards)
+    }
+    for index, shard in enumerate(shards):
+        total = found[shard.device][index]
         bits = shard.view(torch.int16 if shard.itemsize == 2 else torch.int32)
         for start in range(0, bits.numel(), _CHUNK):
             chunk = bits[start : start + _CHUNK].to(torch.int64)
             factor = torch.arange(2 * start + 1, 2 * (start + len(chunk)), 2, device=chunk.device)
             total += (chunk * factor).sum()
-    return found.cpu()
+    return torch.stack([each.cpu() for each in found.values()]).sum(0)
 
 
 # --------------------------------------------------------------------------- hooks of the module

@@ -180,10 +180,7 @@ class Overlap:
             if self._engine.has_enqueued(index):
                 self._note_events(index)
             if gate.is_closed:
-                wait = self._waiting(index)
-                dtensor.close_gate(gate.gated, wait)
-                if not self._in_backward:
-                    gate.gradients.close([param.parameter for param in gate.params], wait)
+                gate.close(self._waiting(index), gradients=not self._in_backward)
             # The snapshot, too: its tensors (learning rate, clipping) belong to the caller's
             # stream.
             gradients = (work.taken.get(r.index, work.gradients[r.index]) for r in gate.params)
@@ -392,9 +389,7 @@ class Overlap:
         if all(gradient is None for gradient in gradients):
             return
         if self.work is None:
-            self.work = (
-                owner.begin_in_backward()
-            )  # gate.params may have changed by then, in this order
+            self.work = owner.begin_in_backward()  # may exchange gate.params, in the same order
         with owner.life.failing("backward()"):
             for param, gradient in zip(gate.params, gradients, strict=True):
                 if gradient is not None:
@@ -402,7 +397,7 @@ class Overlap:
                     self.work.ready[param.index] = reduced
             self.consume(gate.params)
             gate.is_taken = True
-            dtensor.close_gate(gate.gated, self._waiting(index))
+            gate.close(self._waiting(index), gradients=False)
             self._engine.offer(self.work)
 
 

@@ -92,8 +92,7 @@ class Ring:
         self._waiting = deque[tuple[Event, RingBucket, int]]()  # updates in the device's queues
         self._iteration = 0
         self._unread: Counter[int] = Counter()  # per parameter, buckets that may read its gradient
-        self.is_busy = False
-        """Whether updates are being enqueued now."""
+        self.is_busy = False  # whether updates are being enqueued now
         self._head = 0  # next position to be updated
         self._travelled = 0  # stored buckets of this iteration
         self._fetched = 0  # first position that is not in a slot yet
@@ -259,6 +258,11 @@ class Ring:
         """Whether this iteration has updated a bucket."""
         return self._head > 0
 
+    def reserve(self, work: Work) -> None:
+        """Allocate what :meth:`run` needs; raises DeviceMemoryError before anything is updated."""
+        if self.gradients is not None:
+            self.gradients.reserve((each.bucket for each in self.buckets), work, self.link.update)
+
     def run(self, work: Work, start: Event | None = None) -> None:
         """Enqueue buckets in order, as :meth:`advance` does, up to the first without its gradients.
         With ``start``, all gradients are ready after it: enqueue the rest, without buckets that
@@ -266,7 +270,7 @@ class Ring:
         self._work, self._start = work, start
         if self.gradients is not None:
             buckets = (self.buckets[index].bucket for index in self.order[self._head :])
-            self.gradients.begin(buckets, work, self.link.update)
+            self.gradients.begin(buckets, work)
         self._enqueue(0)
 
     @property
@@ -424,13 +428,14 @@ class Ring:
         return block.arrived if block.residence is Residence.FETCHING else None
 
     def _end(self) -> None:
-        self.marks, self._marks = self._marks, []
-        self.moved_bytes, self._moved_bytes = self._moved_bytes, 0
-        self.fetched_bytes, self._fetched_bytes = self._fetched_bytes, 0
-        self._travelled = 0
-        self._head = self._fetched = 0
-        self._work = self._start = None
-        self._waited = set()
+        self.marks, self.moved_bytes = self._marks, self._moved_bytes
+        self.fetched_bytes = self._fetched_bytes
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._work, self._start, self._waited, self._marks = None, None, set(), []
+        self._head = self._fetched = self._travelled = 0
+        self._moved_bytes = self._fetched_bytes = 0
         self._iteration += 1
 
     def flush(self) -> None:
@@ -440,10 +445,8 @@ class Ring:
 
     def _write_back(self, indices: Sequence[int]) -> None:
         blocks = [self.buckets[index].block for index in indices]
-        ahead = [block for block in blocks if block.residence is Residence.DIRTY]
-        for block in ahead:
-            self.link.store(block)
-        if ahead:
+        if ahead := [block for block in blocks if block.residence is Residence.DIRTY]:
+            self.link.store(*ahead)
             self.link.finish_stores()
         for block in ahead:
             block.ended()
@@ -464,11 +467,8 @@ class Ring:
 
     def abort(self) -> None:
         """Drop a running iteration, because all state and weights will be overwritten."""
-        self._work, self._start, self._waited = None, None, set()
-        self._iteration += 1
         self._forget()
-        self._head = self._fetched = self._moved_bytes = self._fetched_bytes = 0
-        self._marks, self._travelled = [], 0
+        self._start_over()
 
     def synchronize(self) -> None:
         """Block until updates have run, and moving state is back in the arena."""

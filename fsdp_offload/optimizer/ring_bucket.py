@@ -57,8 +57,7 @@ class RingBucket:
         """Whether its weights were in slots of gathers at its last update: they need no fetch."""
         self.updated: Event | None = None
         """After it, the last iteration has updated the shards; None: it skipped them."""
-        self.passed_at = 0
-        """The position in the order at which it did."""
+        self.passed_at = 0  # the position in the order at which it did
         if arena is not None:
             spans = self._spans
             self.block = Block([arena.tensor(s.arena_start, s.n_bytes, torch.uint8) for s in spans])

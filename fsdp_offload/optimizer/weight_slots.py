@@ -39,7 +39,7 @@ class Slot:
         self.number, self.memory = number, memory
         self.arrived: Event  # after it, the memory may be read
         self.missing = set[Block]()  # updates bring them, before the group is there
-        self.age = 0  # of the group, when it was fetched or brought
+        self.age = -1  # of the group, when it was fetched or brought
         self.free: Event | None = None  # after it, the memory may be written into
         self.blocks: list[Block] = []  # one per group
 
@@ -70,8 +70,7 @@ class WeightSlots:
         self._free = list(slots)
         self.held: dict[int, Slot] = {}
         """By group; the one that was fetched first comes first."""
-        self.lent = set[int]()
-        """Groups that FSDP2 gathers now."""
+        self.lent = set[int]()  # groups that FSDP2 gathers now
         self._follows: dict[tuple[int, int], int] = {}  # gathers: which came after which two
         self._last = (STEP, STEP)
 
@@ -99,8 +98,10 @@ class WeightSlots:
             if other is None:
                 return None
             self.evict(other)
-        slot = self.held[index] = self._free.pop()
+        slot = self._free.pop()
+        slot.age = -1  # none, if Ctrl-C prevents the fetch
         slot.missing.clear()
+        self.held[index] = slot
         return slot
 
     def force(self, index: int) -> Slot:

@@ -27,7 +27,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -40,26 +40,13 @@ from ..core.storage import as_bytes
 from ..link import Block, HostPool, HostRange, Link, Residence, allocating
 from ..update.params import ParamState
 from .away import Away, age, stored
+from .overlap import Overlap
 from .ring_bucket import RingBucket
 from .weight_slots import KEPT, STEP, Slot, WeightSlots, slot_count
 
 _ALIGNMENT: Final = 256
 """Bytes, of each shard in host memory and in a slot."""
 _WHAT: Final = "weights", "call fully_shard of smaller modules"
-
-
-class LateUpdates(Protocol):
-    """Updates that are enqueued as there is room for them: see :class:`.Overlap`."""
-
-    # Let those of a group be enqueued; None: all.
-    def enqueue(self, index: int | None = None) -> None: ...
-
-    # Whether some of a group are not.
-    def is_pending(self, index: int) -> bool: ...
-
-
-def _find_none() -> None:
-    """No updates are late."""
 
 
 class Weights:
@@ -86,12 +73,12 @@ class Weights:
     ) -> None:
         self.backend = backend
         self._pid, self._lock = os.getpid(), threading.RLock()
-        self.staying_bytes = 0
-        """Of weights that could have left."""
+        self.staying_bytes = 0  # of weights that could have left
         self._link = Link(backend, "weights", turn_bytes=TURN_BYTES)
         self._pool = HostPool("HybridDeviceOptimizer: weights", backend, config.transfer)
+        self._link.end_with(self, self._pool)
         sizes = [sum(map(padded_bytes, shards)) for shards in chosen]
-        self._find_updates: Callable[[], LateUpdates | None] = _find_none
+        self._find_updates: Callable[[], Overlap | None] = lambda: None
         self._parts: dict[Block, list[tuple[Away, int, int]]] = {}  # elements of what is in a block
         arena = self._pool.take(sum(sizes))
         try:
@@ -107,8 +94,7 @@ class Weights:
         found = {each.held.parameter: each for group in self.away for each in group}
         self.trained = {p: each for p, each in found.items() if p.requires_grad}
         """What its optimizer updates."""
-        self.moved_bytes = 0
-        """Of parameters that ``CPUOffloadPolicy`` had on the CPU, on all ranks."""
+        self.moved_bytes = 0  # of parameters that CPUOffloadPolicy had on the CPU, on all ranks
         self._link.follow(backend.current_stream().record(), stores=False)  # the slots' last use
         for index, (group, away) in enumerate(zip(groups, self.away, strict=True)):
             if away:
@@ -144,27 +130,27 @@ class Weights:
         self,
         params: Sequence[ParamState],
         buckets: Sequence[RingBucket],
-        updates: LateUpdates | None,
+        updates: Overlap | None,
     ) -> None:
-        """Know what updates them, whenever that has changed, and ``updates`` that may be late."""
-        self._find_updates = _find_none if updates is None else weakref.ref(updates)
+        """Know what updates them, whenever that has changed; ``updates`` may be late."""
+        self._find_updates = (lambda: None) if updates is None else weakref.ref(updates)
         self._parts = {}
         for away in self.trained.values():
             away.past, away.blocks = age([away]), []
         for bucket in buckets:
             slices = ((params[s.spec.index].parameter, s) for s in bucket.bucket.slices)
             known = ((self.trained.get(parameter), s) for parameter, s in slices)
-            found = [(each, s.start, s.stop) for each, s in known if each is not None]
-            if found:
+            if found := [(each, s.start, s.stop) for each, s in known if each is not None]:
                 self._parts[bucket.weights] = found
             for away in dict.fromkeys(each for each, _, _ in found):
                 away.blocks.append(bucket.weights)
+                away.past -= bucket.weights.stores  # it is as old as before
 
     def exchange_written(self) -> None:
         """Before and after updates: exchange with host memory what the caller has written, and what
         code that holds a view of a copy is to see."""
-        kept = [away for away in self.trained.values() if away.kept is not None]
-        if kept:  # a turn enqueues all updates
+        if kept := [away for away in self.trained.values() if away.kept is not None]:
+            # A turn enqueues all updates.
             with self.turn():
                 for away in kept:
                     away.flush()
@@ -244,11 +230,12 @@ class Weights:
             slots = self.slots
             is_there = self._is_there(index)
             slot = slots.held[index] if is_there else self._fetch(index, slots.force(index))
-            stream.wait(slot.arrived)
-            for each in away:
-                each.lend(slot.number)
-            slots.lent.add(index)
+            # Who uses the slot next waits for this gather alone, so it waits for those before it.
+            stream.wait(slot.free or slot.arrived)
             try:
+                slots.lent.add(index)
+                for each in away:
+                    each.lend(slot.number)
                 yield
             finally:
                 slots.lent.discard(index)
@@ -265,10 +252,10 @@ class Weights:
         return index in self.slots.held
 
     def _fetch(self, index: int, slot: Slot) -> Slot:
-        block = slot.blocks[index]
+        block, after = slot.blocks[index], stored(self.away[index])
         block.forget()
-        slot.age, after = age(self.away[index]), stored(self.away[index])
         slot.free = slot.arrived = self._link.fetch(block, after=[slot.free, *after])
+        slot.age = age(self.away[index])
         return slot
 
     def begin_step(self) -> None:
@@ -302,7 +289,7 @@ class Weights:
     def has(self, block: Block) -> bool:
         """Whether slots have all weights of a block as they are now."""
         with self._lock:
-            return all(self._is_current(away.index) for away, _, _ in self._parts.get(block, ()))
+            return all(self._is_current(away.index) for away, _, _ in self._parts[block])
 
     def _is_current(self, index: int) -> bool:
         slot = self.slots.held.get(index)
@@ -377,6 +364,8 @@ class Weights:
         with self.turn():
             self.bring_back([each for group in self.away for each in group])
             self._link.synchronize()
+            for event in filter(None, (slot.free for slot in self.slots.all)):
+                self.backend.current_stream().wait(event)  # a gather may still read the slot
             self.slots.clear()
             self._pool.close()
 

@@ -154,9 +154,8 @@ class GroupedParameters:
     """Remembers which parameter was in which group of an optimizer."""
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        self._groups = [
-            list(group["params"]) for group in groups
-        ]  # keeps them alive, so that ids stay unique
+        # They stay alive, so that ids stay unique.
+        self._groups = [list(group["params"]) for group in groups]
         self._ids = [list(map(id, group)) for group in self._groups]
 
     def are_same(self, groups: Sequence[Mapping[str, Any]]) -> bool:

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_offload import checkpoint
+from fsdp_offload import OptimizerState, checkpoint
 from fsdp_offload.checkpoint import Reader
 from fsdp_offload.core.errors import CheckpointError, OffloadError, StateDictError
 from tests.checkpoint.test_saving import Pair, layers, pair_of, step, values_of
@@ -216,6 +216,26 @@ def test_a_weight_of_another_kind_of_numbers_is_refused(
     with pytest.raises(StateDictError, match=words):
         checkpoint.load(tmp_path, model)
     assert_same(model.state_dict(), before)
+
+
+@pytest.mark.parametrize("count", [3, "three"])
+def test_a_step_count_may_be_a_number_and_nothing_else(tmp_path: Path, count: Any) -> None:
+    pair = pair_of(layers(2))
+    state = dict(OptimizerState(*pair).state_dict())
+    dcp_save(
+        {"model": pair[0].state_dict(), "optim": {**state, "state.0.bias.step": count}}, tmp_path
+    )
+    step(pair, -3.0)
+    before = values_of(pair)
+
+    if count == 3:
+        checkpoint.load(tmp_path, *pair)
+        assert pair[1].state[pair[0][0].bias]["step"] == 3
+    else:
+        with pytest.raises(StateDictError, match=r"0\.bias\.step of <class 'str'>"):
+            checkpoint.load(tmp_path, *pair)
+        assert_same(values_of(pair), before)
+    step(pair)
 
 
 def test_masters_alone_are_loaded_where_the_class_can_keep_more(tmp_path: Path) -> None:

@@ -405,6 +405,24 @@ def no_room() -> None:
         check_same(one.full_tensor(), other.full_tensor(), "a gradient")
 
 
+def no_room_in_step() -> None:
+    """The first ``step()`` updates nothing, and the second everything."""
+    plain, mine = build(1), build(1)
+    for model, offload in ((plain, "state"), (mine, "all")):
+        optimizer = wrap(model, offload=offload, overlap="step")
+        loss_of(model, 0).backward()
+        if offload == "all":
+            backend = optimizer._updates.reserved.backend
+            error = torch.OutOfMemoryError("full")
+            full = mock.patch.object(backend, "allocate", side_effect=error)
+            with full, pytest.raises(DeviceMemoryError, match="gradients"):
+                optimizer.step()
+        optimizer.step()
+        optimizer.close()
+    for one, other in zip(mine.parameters(), plain.parameters(), strict=True):
+        check_same(one.full_tensor(), other.full_tensor(), "a weight")
+
+
 def update_fails() -> None:
     """More often than there are slots, each time made good by a load."""
     plain, mine = build(1), build(1)
@@ -451,7 +469,16 @@ def host_memory_is_short() -> None:
     check(held_bytes() == before, f"held: {held_bytes()}")
 
 
-JOBS = (read, one_copy, keep_alias, two_phases, two_optimizers, no_room, update_fails)
+JOBS = (
+    read,
+    one_copy,
+    keep_alias,
+    two_phases,
+    two_optimizers,
+    no_room,
+    no_room_in_step,
+    update_fails,
+)
 
 
 @pytest.mark.parametrize("job", [*JOBS, host_memory_is_short], ids=lambda job: job.__name__)

@@ -578,7 +578,11 @@ def unfreeze() -> None:
         step(model, optimizer, 0)
         first.requires_grad_(True)
         second.requires_grad_(True)
+        with torch.no_grad():
+            view = model.blocks[0].down.weight.to_local()
+            view.mul_(2)  # nothing may drop this
         optimizer.add_param_group({"params": [first], "lr": 0.01})
+        del view
         other = HybridDeviceOptimizer(torch.optim.SGD([second], lr=0.1, momentum=0.9), model)
         seen: list[Any] = []
         for index in range(1, 4):
@@ -726,19 +730,47 @@ def export(folder: str) -> None:
     check(found[0] == found[1] and found[0], "exported")
 
 
-def hold_no_copies() -> None:
-    """What only reads leaves nothing on the device."""
+def fetch_again() -> None:
+    """After Ctrl-C in a fetch, what the slot has is not taken for the group's."""
     model = build(dist.get_world_size())
     optimizer = wrap(model)
-    step(model, optimizer, 0)
+    evaluate(model, 0)
+    model.reshard()
+    weights: Any = optimizer._updates.weights
+    group, stream = weights.away[-1], weights.backend.current_stream()
+    for index in range(len(weights.away)):
+        weights.slots.evict(index)
+    with weights.lending(0, stream):
+        weights.slots.following = dict  # nothing more is fetched ahead
+    weights.slots.evict(0)
+    interrupted = mock.patch.object(weights._link, "fetch", side_effect=KeyboardInterrupt)
+    with interrupted, contextlib.suppress(KeyboardInterrupt):
+        with weights.lending(group[0].index, stream):
+            raise AssertionError("not interrupted")
+    with weights.lending(group[0].index, stream):
+        check(same_parts([e.held.padded for e in group], [e.host for e in group]), "weights")
+    optimizer.close()
+
+
+@torch.no_grad()
+def hold_no_copies() -> None:
+    """What reads, or writes without a view that stays, leaves nothing on the device."""
+    model = build(dist.get_world_size())
+    optimizer = wrap(model)
+    with torch.enable_grad():
+        step(model, optimizer, 0)
     for p in sharded(model):
         p.detach().norm()
         (p * 2).sum().item()
         p.to_local().clone()
+        p.add_(1)
+        p.to_local().mul_(2)
+    torch._foreach_mul_(sharded(model), 0.5)
+    held: Any = optimizer._updates.weights
+    check(not any(each.kept is not None for group in held.away for each in group), "kept copies")
     state = model.state_dict()
     [value.to_local().sum() for value in state.values()]
     checkpoint.state.weights_of([model])
-    held: Any = optimizer._updates.weights
     check(not any(each.kept is not None for group in held.away for each in group), "kept copies")
     stat = optimizer.statistics()
     check(stat.host_weight_bytes == held.host_bytes > 0, f"statistics {stat}")
@@ -761,7 +793,7 @@ def copy_parameters() -> None:
     [
         *((job, ()) for job in (unfreeze, refuse, stay_where_there_is_room, fork)),
         (refuse_a_small_device, ()),
-        *((job, ()) for job in (hold_no_copies, copy_parameters)),
+        *((job, ()) for job in (fetch_again, hold_no_copies, copy_parameters)),
         *((delete, (by,)) for by in ("optimizer", "model")),
         *((offload_in_phases, (params,)) for params in ("save", "keep")),
     ],

@@ -251,18 +251,31 @@ def test_a_failed_optimizer(ranks: Ranks, overlap: str, then: str) -> None:
 
 
 def delete_while_updating(overlap: str) -> None:
-    """What is under way ends first."""
+    """What is under way ends first; so do copies that nobody waits for."""
     found = []
     for offload in ("state", "all"):
-        with StreamSimulator("lazy", inline_current=True):
+        with StreamSimulator("lazy", inline_current=True) as simulator:
             model = build(dist.get_world_size())
             optimizer = wrap(model, offload=offload, overlap=overlap)
             for index in range(2):
                 step(model, optimizer, index)
+            if overlap == "forward":
+                loss_of(model, 2).backward()
             del optimizer
             gc.collect()
-            found.append([*whole(model).values(), *evaluate(model, 2)])
+            check(not running(simulator, "gradients"), "gradients that are copied")
+            grads = [p.grad for p in sharded(model) if p.grad is not None]
+            found.append([*whole(model).values(), *map(models.local, grads), *evaluate(model, 2)])
+            del model, grads
+            gc.collect()
+            check(not running(simulator, "weights"), "weights that are fetched ahead")
+            check(not simulator.late_uses, f"{simulator.late_uses}")
     check(same_parts(*found), "after a deletion")
+
+
+def running(simulator: Any, client: str) -> bool:
+    """Whether a link has copies in its queues."""
+    return any(each.entries and client in each.name for each in simulator._streams)
 
 
 @pytest.mark.parametrize("overlap", ["forward", "backward"])

@@ -355,6 +355,7 @@ class Pair:
                 mine.grad = None
         elif how == "wrapper":
             self.wrapped.zero_grad(to_none)
+        if how in ("wrapper", "nobody"):
             for i in set(range(len(self.mine))) - set(self.order):  # in no group
                 self.mine[i].grad = None
         for i, carrier in enumerate(self.carriers):
