@@ -201,16 +201,12 @@ def open_checkpoint(path: Path) -> tuple[Manifest | None, Metadata]:
             raise corrupt(path / METADATA, "it is missing") from error
         if (weights := read_folder(path)) is not None:
             return None, weights
-        remedy = "pass the folder of a checkpoint; fsdp_offload.checkpoint.latest() finds one"
-        if path.is_file():
-            remedy = (
-                "load a .pt file by model.load_state_dict(torch.load(path)), also after shard()"
-            )
         raise CheckpointError(
             f"{path}",
             reason=f"it has no {METADATA} and no safetensors: not a checkpoint, or its "
             "save was interrupted",
-            remedy=remedy,
+            remedy="pass the folder of a checkpoint, which checkpoint.latest() finds; load a .pt "
+            "file by model.load_state_dict(torch.load(path)), also after shard()",
         ) from error
     if manifest is not None and manifest.files.get(METADATA) != (len(data), zlib.crc32(data)):
         raise corrupt(path / METADATA, "it changed after it was written")

@@ -61,8 +61,9 @@ def gpu(text: str) -> str:
         return found[0]
     if re.fullmatch(r"\s*\d+(\.\d+)?\s*[gt]i?b\s*", text.lower()):
         return text.strip()
-    known = ", ".join(CARDS_GIB)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a size, such as 24GiB, nor one of {known}")
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not a size, such as 24GiB, nor one of {', '.join(CARDS_GIB)}"
+    )
 
 
 def doctor(parser: argparse.ArgumentParser) -> None:

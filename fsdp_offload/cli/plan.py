@@ -68,14 +68,21 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         more = ("travels_bytes", "in_bytes", "out_bytes")
         figures = asdict(found) | {name: getattr(found, name) for name in more}
-        report = {"model": asdict(model), "work": asdict(work), "memory_bytes": memory_bytes}
-        report |= {"fits": found.fits, "fewest_gpus": fewest, "estimate": figures}
-        print(json.dumps(report | {"bounds_ms": bounds}, indent=1))
+        report = {
+            "model": asdict(model),
+            "work": asdict(work),
+            "memory_bytes": memory_bytes,
+            "fits": found.fits,
+            "fewest_gpus": fewest,
+            "estimate": figures,
+            "bounds_ms": bounds,
+        }
+        print(json.dumps(report, indent=1))
         return int(not found.fits)
     least = estimate(model, replace(work, offload="all"), memory_bytes, 0)
     print(sizes_text(model, work, options.gpu, memory_bytes, found))
     if found.fits:
-        print(f"time per iteration: {_time(found, options.compute_ms, link)}")
+        print(f"time per iteration: {_time(found, bounds, link)}")
     else:
         kept_bytes = memory_bytes + found.missing_bytes - found.peak_bytes
         print(
@@ -87,11 +94,10 @@ def run(options: argparse.Namespace) -> int:
                 f"hint: --offload all --device-memory 0 fits: {least.peak_bytes / GIB:.2f} GiB on "
                 f"the GPU, {least.host_bytes / GIB:.2f} GiB of host memory"
             )
-    shown = found if found.fits or not least.fits else least
     here_bytes = min((each.total_bytes for each in host_memory()), default=math.inf)
-    if shown.host_bytes > here_bytes:
+    if (least if least.fits and not found.fits else found).host_bytes > here_bytes:
         print(f"note: this machine has {here_bytes / GIB:.2f} GiB of host memory, which is less")
-    enough = f"more than {MOST_GPUS}; try fewer --tokens" if fewest is None else str(fewest)
+    enough = fewest or f"more than {MOST_GPUS}; try fewer --tokens"
     print(f"fewest GPUs that hold the job: {enough}")
     return int(not found.fits)
 
@@ -169,13 +175,14 @@ def sizes_text(model: Model, work: Workload, card: str, memory_bytes: int, found
     """Format the bytes of a job, a line for each kind."""
     weights = "bf16" if work.shard_bytes == 2 else "fp32"
     stay = " that stay" if work.offload == "all" else ""
-    # FSDP2 copies weights before their use even where there is nothing to gather.
-    copies = "all-gathered parameters" if work.gpus > 1 else "FSDP2's copies of weights in use"
+    # On one GPU, FSDP2 copies weights before their use although there is nothing to gather.
     sizes: dict[str, float | None] = {
         "GiB of memory on each GPU": None,
         f"weights{stay}": found.weights_bytes,
         f"gradients{stay}": found.gradients_bytes,
-        copies: found.unsharded_bytes,
+        "all-gathered parameters"
+        if work.gpus > 1
+        else "FSDP2's copies of weights in use": found.unsharded_bytes,
         "activations and logits": found.activations_bytes,
         "optimizer state that stays": found.stays_bytes,
         "transfer slots": found.slots_bytes,
@@ -186,27 +193,24 @@ def sizes_text(model: Model, work: Workload, card: str, memory_bytes: int, found
     if work.offload == "state":
         sizes["moved each way, per iteration"] = found.travels_bytes
     else:
-        sizes |= {"moved to the GPU, per iteration": found.in_bytes}
-        sizes |= {"moved to the host, per iteration": found.out_bytes}
-    lines = [
-        f"{_count(model.params)} parameters ({model.layers} blocks, {model.width} wide), "
+        sizes |= {
+            "moved to the GPU, per iteration": found.in_bytes,
+            "moved to the host, per iteration": found.out_bytes,
+        }
+    head = (
+        f"{model.params / 1e9:.4g}B parameters ({model.layers} blocks, {model.width} wide), "
         f"{weights} weights, {work.moments} moments, {work.gpus} x {card}, "
-        f"{work.tokens} tokens per GPU",
-        "",
-    ]
-    lines += [s if n is None else f"  {s:<34}{n / GIB:8.2f}" for s, n in sizes.items()]
-    return "\n".join(lines)
+        f"{work.tokens} tokens per GPU\n"
+    )
+    lines = (s if n is None else f"  {s:<34}{n / GIB:8.2f}" for s, n in sizes.items())
+    return "\n".join((head, *lines))
 
 
-def _count(params: int) -> str:
-    return f"{params / 1e9:.2f}B" if params >= 1e8 else f"{params / 1e6:.1f}M"
-
-
-def _time(found: Estimate, compute_ms: float | None, link_gbps: float | None) -> str:
+def _time(found: Estimate, bounds: tuple[float, float] | None, link_gbps: float | None) -> str:
     if link_gbps is None:
-        return "unknown without --link" + (" and --compute-ms" if compute_ms is None else "")
-    low, high = bounds_ms(found.travels_bytes, compute_ms or 0.0, link_gbps)
-    at = f"at {link_gbps:g} GB/s each way"
-    if compute_ms is None:
-        return f"at least {low:.0f} ms {at}; give --compute-ms for bounds"
-    return f"{low:.0f} to {high:.0f} ms {at}"
+        return "unknown without --compute-ms and --link"
+    at = f"ms at {link_gbps:g} GB/s each way"
+    if bounds is not None:
+        return f"{bounds[0]:.0f} to {bounds[1]:.0f} {at}"
+    least_ms = found.travels_bytes / (1e6 * link_gbps)
+    return f"at least {least_ms:.0f} {at}; give --compute-ms for bounds"

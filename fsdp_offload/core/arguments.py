@@ -91,7 +91,9 @@ def check_holds(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
     same_shapes = {tuple(parameter.shape) for parameter in held} <= shapes
     if are_sharded and same_shapes and not any(isinstance(p, DTensor) for p in held):
         reason = "fully_shard replaced the parameters after the optimizer was built"
-        remedy = "call fully_shard, then build the optimizer, then pass it"
+        remedy = (
+            "call fsdp_offload.shard(model) or fully_shard, then build the optimizer, then pass it"
+        )
     what = f"model= with {len(named)} parameters, none of them in the optimizer"
     raise ConfigError(what, reason=reason, remedy=remedy)
 
