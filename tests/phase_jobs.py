@@ -174,6 +174,8 @@ def same_training(lanes: str, policy: str, dtype: str, *, keep_addresses: bool =
         options = POLICIES[policy]
         phases: Any = None
         alone: Any = None
+        first = int(keep_addresses)  # a plain optimizer needs its state before
+        train(net, optimizer, range(first), lambda _: None)
         if switched:
             phases = PhaseOffloader(net, optimizer, keep_addresses=keep_addresses, **options)
             if not keep_addresses:  # what keeps an address is one offloader's
@@ -192,7 +194,7 @@ def same_training(lanes: str, policy: str, dtype: str, *, keep_addresses: bool =
                     assert alone.is_away
                 assert not alone.is_away
 
-        train(net, optimizer, range(STEPS), switch)
+        train(net, optimizer, range(first, STEPS), switch)
         results.append(snapshot(net, optimizer))
         close(phases, alone, optimizer)
     assert_same(results[1], results[0], f"{lanes}, {policy}, {dtype}")

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -161,7 +162,7 @@ def names_for(given: set[str]) -> dict[str, Any]:
     names.update(dict.fromkeys(("generate", "evaluate", "train", "decode"), nothing))
     if "a number" in given:
         names["batch"] = 2
-    names.update(send_weights_to_generator=nothing)
+    names.update(send_weights_to_generator=nothing, llm=Mock(), prompts=[])
     return names
 
 

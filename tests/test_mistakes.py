@@ -42,8 +42,8 @@ def loaded(order: Callable[[str, Any, Any], tuple[Any, ...]], folder: Path) -> N
     checkpoint.load(*order(str(folder / "one"), *made()))
 
 
-def offloaded(**options: Any) -> None:
-    PhaseOffloader(made()[0], **options)
+def offloaded(*optimizer: Any, **options: Any) -> None:
+    PhaseOffloader(made()[0], *optimizer, **options)
 
 
 def wrapped(**options: Any) -> None:
@@ -59,9 +59,25 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     ),
     'update_on="cpu"': (lambda _: wrapped(update_on="cpu"), "on the device, or on the", '"host"'),
     'pin="no"': (lambda _: TransferConfig(pin="no"), "required, preferred", '"never"'),  # type: ignore[arg-type]
-    'params="drop"': (lambda _: offloaded(params="drop"), "needed again", '"save" or "keep"'),
-    'grads="none"': (lambda _: offloaded(grads="none"), "becomes of .grad", 'None or "drop"'),
-    "keep_addresses=1": (lambda _: offloaded(keep_addresses=1), "neither True", "True or False"),
+    'params="kep"': (lambda _: offloaded(params="kep"), "not one of", '"save" or "keep"'),
+    'grads="none"': (lambda _: offloaded(grads="none"), "not one of", 'None or "drop"'),
+    "keep_addresses=1": (lambda _: offloaded(keep_addresses=1), "not one of", "True or False"),
+    "another model": (
+        lambda _: offloaded(made()[1]),
+        "parameters of another module",
+        "the module that the optimizer",
+    ),
+    'transfer="8GiB"': (lambda _: offloaded(transfer="8GiB"), "not a Tr", "TransferConfig(...)"),
+    "host_memory=": (
+        lambda _: offloaded(host_memory="8GiB"),
+        "option of TransferConfig",
+        "transfer=TransferConfig(host_memory=",
+    ),
+    "keep_addresses=True": (
+        lambda _: PhaseOffloader(*made(), keep_addresses=True),
+        "an optimizer that has no state",
+        "after the first step(), or",
+    ),
     "save(path, optimizer, model)": (
         lambda folder: saved(lambda path, model, optimizer: (path, optimizer, model), folder),
         "optimizer of type Sequential: not a torch.optim.Optimizer",

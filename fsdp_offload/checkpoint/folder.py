@@ -107,6 +107,9 @@ def _check_replaceable(path: Path, *, overwrite: bool) -> None:
     elif names and not any(n == METADATA or n.endswith(".distcp") for n in names):
         reason = "it contains files that do not belong to a checkpoint"
         remedy = "choose a folder that does not exist yet"
+        if any(name.endswith(".safetensors") for name in names):
+            reason = "it contains an export, perhaps of another process"
+            remedy += "; export a checkpoint in one process only"
     elif names and not overwrite:
         reason, remedy = "it exists", "choose another folder; save(..., overwrite=True) replaces it"
     else:

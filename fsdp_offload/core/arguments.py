@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from . import dtensor
 from .backend import Backend
 from .devices import backend_for
 from .errors import ConfigError, DeviceError, UnsupportedParameterError
-from .fsdp import find_groups
+from .fsdp import find_groups, fsdp_parameters, gathered_parameters
 from .fsdp_names import check_torch
 from .progress import warn
 
@@ -54,6 +55,45 @@ def check_optimizer(optimizer: object, *, several: str) -> None:
     if isinstance(each, Iterable) and any(isinstance(one, Optimizer) for one in each):
         reason, remedy = "this call takes one optimizer", several
     raise ConfigError(f"optimizer of type {type(optimizer).__name__}", reason=reason, remedy=remedy)
+
+
+def check_holds(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
+    """Refuse an optimizer without any parameter of the models, which would never see a gradient.
+
+    Raises:
+        ConfigError: the optimizer was built before ``fully_shard``, while FSDP2 had parameters
+            gathered, or for another model.
+    """
+    if not models:
+        warn(
+            "HybridDeviceOptimizer without model=: it knows no parameter names, "
+            "overlaps nothing, and misses loads into the module. Remedy: pass "
+            "the module, HybridDeviceOptimizer(optimizer, model)"
+        )
+        return
+    named = dtensor.parameter_names(models)
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    sharded = gathered_parameters(models)
+    if gathered := [named[sharded[p]] for p in held if p in sharded]:
+        raise ConfigError(
+            f"an optimizer of {len(gathered)} gathered parameters, such as {gathered[0]}",
+            reason="FSDP2 trains sharded parameters; the optimizer was built after "
+            "unshard() or a forward without a backward",
+            remedy="call reshard() of each FSDPModule in model.modules(), build the "
+            "optimizer from model.parameters(), then pass it",
+        )
+    if not named or any(parameter in named for parameter in held):
+        return
+    reason = "the optimizer was built from the parameters of another module"
+    remedy = "pass the module that the optimizer was built from"
+    shapes = {tuple(parameter.shape) for parameter in named}
+    are_sharded = fsdp_parameters(models) or any(isinstance(p, DTensor) for p in named)
+    same_shapes = {tuple(parameter.shape) for parameter in held} <= shapes
+    if are_sharded and same_shapes and not any(isinstance(p, DTensor) for p in held):
+        reason = "fully_shard replaced the parameters after the optimizer was built"
+        remedy = "call fully_shard, then build the optimizer, then pass it"
+    what = f"model= with {len(named)} parameters, none of them in the optimizer"
+    raise ConfigError(what, reason=reason, remedy=remedy)
 
 
 def modules_of(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]:

@@ -171,6 +171,21 @@ class TransferConfig:
         )
 
 
+def checked_transfer(transfer: object) -> TransferConfig:
+    """Return ``transfer``, or the default for None.
+
+    Raises:
+        ConfigError: ``transfer`` is something else.
+    """
+    if transfer is None or isinstance(transfer, TransferConfig):
+        return transfer or TransferConfig()
+    raise ConfigError(
+        f"transfer={transfer!r}",
+        reason="not a TransferConfig",
+        remedy="pass fsdp_offload.TransferConfig(...) or None",
+    )
+
+
 @dataclass(frozen=True)
 class OffloadConfig:
     """The arguments of :class:`HybridDeviceOptimizer`, checked together."""
@@ -211,12 +226,6 @@ class OffloadConfig:
         Raises:
             ConfigError: a value is out of range, unknown, or contradicts another.
         """
-        if transfer is not None and not isinstance(transfer, TransferConfig):
-            raise ConfigError(
-                f"transfer={transfer!r}",
-                reason="not a TransferConfig",
-                remedy="pass fsdp_offload.TransferConfig(...) or None",
-            )
         memory: int | Literal["auto"] = "auto"
         if device_memory != "auto":
             memory = parse_bytes(device_memory, "device_memory")
@@ -225,7 +234,7 @@ class OffloadConfig:
             device_memory=memory,
             moments=_moments_meant(moments, master_weights),
             master_weights=master_weights,
-            transfer=_with_host_memory(transfer or TransferConfig(), host_memory),
+            transfer=_with_host_memory(checked_transfer(transfer), host_memory),
             **others,
         )
 
@@ -302,8 +311,8 @@ def _with_host_memory(transfer: TransferConfig, host_memory: int | str | None) -
     return replace(transfer, host_memory=host_memory)
 
 
-def check_keywords(unknown: Mapping[str, object], known: Iterable[str]) -> None:
-    """Refuse keywords that :class:`HybridDeviceOptimizer` does not have.
+def check_keywords(owner: str, unknown: Mapping[str, object], known: Iterable[str]) -> None:
+    """Refuse keywords that the class called ``owner`` does not have.
 
     Raises:
         ConfigError: a field of :class:`TransferConfig`.
@@ -319,4 +328,4 @@ def check_keywords(unknown: Mapping[str, object], known: Iterable[str]) -> None:
             )
         near = difflib.get_close_matches(name, [*known, *inner], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise TypeError(f"HybridDeviceOptimizer has no argument {name!r}{hint}")
+        raise TypeError(f"{owner} has no argument {name!r}{hint}")

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from . import dtensor
 from . import storage as storages
@@ -90,9 +91,23 @@ def check_present(what: str, models: Iterable[nn.Module], optimizer: Optimizer |
     Raises:
         AwayError: memory of a module, or of a plain optimizer's state, is offloaded.
     """
-    tensors: list[object] = [t for m in models for t in (*m.parameters(), *m.buffers())]
     states = () if optimizer is None else optimizer.state.values()
-    tensors += [value for state in states for value in state.values()]
+    check_tensors(what, (t for m in models for t in (*m.parameters(), *m.buffers())))
+    check_tensors(what, (value for state in states for value in state.values()))
+
+
+def check_tensors(what: str, tensors: Iterable[object]) -> None:
+    """Refuse writes into offloaded memory; skips other objects.
+
+    Raises:
+        AwayError: the memory of one is offloaded.
+    """
     for tensor in tensors:
         for _, plain in dtensor.plain_tensors(tensor) if isinstance(tensor, Tensor) else ():
             storages.present(plain, what)
+
+
+def remove_all(handles: list[RemovableHandle]) -> None:
+    """Remove these hooks. Idempotent."""
+    while handles:
+        handles.pop().remove()

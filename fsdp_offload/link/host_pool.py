@@ -17,7 +17,7 @@ import weakref
 from collections import Counter
 
 from ..core.backend import Backend
-from ..core.config import TransferConfig, sized
+from ..core.config import TransferConfig, checked_transfer, sized
 from ..core.errors import ConfigError, HostMemoryError
 from ..core.interrupts import defer_sigint
 from .budget import check_host_memory, local_ranks
@@ -65,13 +65,13 @@ class HostPool:
         transfer: how to allocate memory (``pin``), and the bound (``host_memory``).
 
     Raises:
-        ConfigError: an open pool has another ``host_memory``.
+        ConfigError: ``transfer`` is something else, or an open pool has another ``host_memory``.
     """
 
     def __init__(self, holder: str, backend: Backend, transfer: TransferConfig) -> None:
         self.holder = holder
         self.n_bytes = 0  # includes requests in progress
-        self._backend, self._transfer = backend, transfer
+        self._backend, self._transfer = backend, checked_transfer(transfer)
         self._bound_bytes = sized(transfer.host_memory)
         self._ranges: list[HostRange] = []
         self._insist(0)

@@ -29,18 +29,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..core import dtensor
-from ..core.arguments import leave_cpu, modules_of
+from ..core.arguments import check_holds, leave_cpu, modules_of
 from ..core.config import OffloadConfig, TransferConfig, check_keywords
 from ..core.errors import ConfigError, copy_error
+from ..core.offloadable import check_tensors, remove_all
 from ..core.progress import is_rank_0
 from ..update.schema import is_torch_class
 from .checkpoint_view import CheckpointView
 from .device_state import DeviceState
 from .gradients import clip
-from .masters import remove_all, watch_loads
+from .masters import watch_loads
 from .statistics import Statistics, gather
 from .updates import Updates
-from .wrapping import check_holds, check_wrappable, forward_bound_steps, make_face, without_face
+from .wrapping import check_wrappable, forward_bound_steps, make_face, without_face
 
 _log = logging.getLogger("fsdp_offload")
 
@@ -113,7 +114,7 @@ class HybridDeviceOptimizer(Optimizer):
         transfer: TransferConfig | None = None,
         **unknown: object,
     ) -> None:
-        check_keywords(unknown, inspect.signature(type(self)).parameters)
+        check_keywords("HybridDeviceOptimizer", unknown, inspect.signature(type(self)).parameters)
         config = OffloadConfig.make(
             device_memory=device_memory,
             host_memory=host_memory,
@@ -223,11 +224,15 @@ class HybridDeviceOptimizer(Optimizer):
 
         Raises:
             SpentGradientError: called between a backward that updated parameters and ``step()``.
+            AwayError: a gradient to fill with zeros is offloaded.
         """
         with self._updates.life.turn("zero_grad()"):
             self._updates.refuse_if_taken("zero_grad() before step()")
             if self._updates.overlap is not None:
                 self._updates.overlap.clear_spent(set_to_none=set_to_none)
+            if not set_to_none:
+                gradients = (p.grad for group in self.param_groups for p in group["params"])
+                check_tensors("zero_grad(set_to_none=False)", gradients)
             super().zero_grad(set_to_none)
             for group in self.param_groups:
                 for parameter in group["params"]:

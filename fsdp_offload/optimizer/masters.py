@@ -184,12 +184,6 @@ def watch_reads(models: Sequence[nn.Module], before: Callable[[], None]) -> list
     return handles
 
 
-def remove_all(handles: list[RemovableHandle]) -> None:
-    """Remove these hooks. Idempotent."""
-    while handles:
-        handles.pop().remove()
-
-
 def tell_loaded(model: nn.Module) -> None:
     """Call the hooks of a load into ``model``, after other code wrote its weights."""
     for hook in list(model._load_state_dict_post_hooks.values()):

@@ -24,6 +24,7 @@ from ..core.arguments import backend_of, cpu_homes, leave_cpu
 from ..core.backend import stream_to_wait
 from ..core.config import OffloadConfig
 from ..core.errors import SpentGradientError
+from ..core.offloadable import remove_all
 from ..core.progress import warn
 from ..update import state as state_io
 from ..update.params import Snapshot, Work
@@ -35,7 +36,7 @@ from .gradients import count_empty_shards, gradient_of
 from .host_gradients import HostGradients
 from .inventory import Placed
 from .lifecycle import SAVE, Lifecycle
-from .masters import Masters, remove_all, watch_reads
+from .masters import Masters, watch_reads
 from .overlap import Overlap, make_overlap, with_overlap
 from .reservation import Reservation
 from .state_view import StateView, match

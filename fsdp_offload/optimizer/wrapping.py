@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from ..core import dtensor
 from ..core.config import OffloadConfig
 from ..core.errors import ConfigError, StateSchemaError
-from ..core.fsdp import fsdp_parameters, gathered_parameters
 from ..core.progress import warn
 from ..update.schema import check_supported, make_shadow, raw_step
 
@@ -87,50 +86,6 @@ def _refuse_facade(optimizer: object) -> None:
             reason, remedy = "it is wrapped already", "use it as it is"
         what = f"{type(optimizer).__name__} around {type(held).__name__}"
         raise ConfigError(what, reason=reason, remedy=remedy)
-
-
-def check_holds(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
-    """Refuse an optimizer without any parameter of the models, which would never see a gradient.
-
-    Raises:
-        ConfigError: the optimizer was built before ``fully_shard``, while FSDP2 had parameters
-            gathered, or for another model.
-    """
-    if not models:
-        warn(
-            "HybridDeviceOptimizer without model=: it knows no parameter names, "
-            "overlaps nothing, and misses loads into the module. Remedy: pass "
-            "the module, HybridDeviceOptimizer(optimizer, model)"
-        )
-        return
-    named = dtensor.parameter_names(models)
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    sharded = gathered_parameters(models)
-    if gathered := [named[sharded[p]] for p in held if p in sharded]:
-        raise ConfigError(
-            f"an optimizer of {len(gathered)} gathered parameters, such as {gathered[0]}",
-            reason="FSDP2 trains sharded parameters; the optimizer was built after "
-            "unshard() or a forward without a backward",
-            remedy="call reshard() of each FSDPModule in model.modules(), build the "
-            "optimizer from model.parameters(), then wrap it",
-        )
-    if not named or any(parameter in named for parameter in held):
-        return
-    what = f"model= with {len(named)} parameters, none of them in the optimizer"
-    shapes = sorted(tuple(parameter.shape) for parameter in named)
-    are_sharded = fsdp_parameters(models) or any(isinstance(p, DTensor) for p in named)
-    same_shapes = {tuple(parameter.shape) for parameter in held} <= set(shapes)
-    if are_sharded and same_shapes and not any(isinstance(p, DTensor) for p in held):
-        raise ConfigError(
-            what,
-            reason="fully_shard replaced the parameters after the optimizer was built",
-            remedy="call fully_shard, then build the optimizer, then wrap it",
-        )
-    raise ConfigError(
-        what,
-        reason="the optimizer was built from the parameters of another module",
-        remedy="pass the module that the optimizer was built from",
-    )
 
 
 def warn_that_state_stays(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -17,15 +17,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core.backend import Backend, Event
 from ..core.errors import AwayError, ConfigError
-from ..core.offloadable import HostCopies
+from ..core.offloadable import HostCopies, remove_all
 
 _NEEDED_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_state_dict_post_hooks")
-
-
-def remove_all(handles: Iterable[RemovableHandle]) -> None:
-    """Undo the registrations of hooks. Idempotent."""
-    for handle in handles:
-        handle.remove()
 
 
 def _refuse(what: str) -> NoReturn:
@@ -67,7 +61,6 @@ class ModelGuard:
     def open(self) -> None:
         """Remove the hooks. Idempotent."""
         remove_all(self._handles)
-        self._handles.clear()
         self._copies = None
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
@@ -108,9 +101,10 @@ class PlainOptimizer:
     """
 
     def __init__(self, optimizer: Optimizer, backend: Backend) -> None:
+        self._name = type(optimizer).__name__
         if not all(hasattr(optimizer, name) for name in _NEEDED_HOOKS):
             raise ConfigError(
-                f"optimizer {type(optimizer).__name__}",
+                f"optimizer {self._name}",
                 reason="it lacks torch's hooks: its class does not call Optimizer.__init__",
                 remedy="pass the optimizer that it wraps",
             )
@@ -161,8 +155,9 @@ class PlainOptimizer:
 
     def _before_step(self, *_: object) -> None:
         if self._copies is not None:
-            self._undo_initialisation()
-            _refuse(f"step() of {type(self._optimizer).__name__}")
+            is_first = self._undo_initialisation()
+            what = "a save or load before the first step()" if is_first else "step()"
+            _refuse(f"{what} of {self._name}")
         self._follow()
 
     def _follow(self) -> None:
@@ -170,18 +165,19 @@ class PlainOptimizer:
             self._backend.current_stream().wait(self._arrival)
             self._arrival = None
 
-    def _undo_initialisation(self) -> None:
+    def _undo_initialisation(self) -> bool:
         """Undo how ``torch.distributed.checkpoint.state_dict`` initialises state: a step with
-        gradients and rates of 0, which it leaves behind if the step raises."""
+        gradients and rates of 0, which it leaves behind if the step raises. False: it did not."""
         groups = self._optimizer.param_groups
         rates = [group.get("lr") for group in groups]
         # A warm-up may begin at a rate of 0: those gradients are the caller's.
         if rates == self._rates or self._optimizer.state or any(rate != 0.0 for rate in rates):
-            return
+            return False
         for group, rate in zip(groups, self._rates, strict=False):
             if rate is not None:
                 group["lr"] = rate
         self._optimizer.zero_grad()
+        return True
 
     def _show(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         copies = self._copies
@@ -192,7 +188,7 @@ class PlainOptimizer:
 
     def _before_load(self, *_: object) -> None:
         if self._copies is not None:
-            _refuse(f"load_state_dict() of {type(self._optimizer).__name__}")
+            _refuse(f"load_state_dict() of {self._name}")
         self._follow()
 
 

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from ..core import dtensor
 from ..core import storage as storages
-from ..core.arguments import backend_of, check_optimizer, modules_of
-from ..core.config import TransferConfig, brief, check_choice
+from ..core.arguments import backend_of, check_holds, check_optimizer, modules_of
+from ..core.config import TransferConfig, brief, check_choice, check_keywords
 from ..core.devices import release_cached
 from ..core.errors import (
     ConfigError,
@@ -27,24 +27,23 @@ from ..core.errors import (
 )
 from ..core.fsdp import find_groups
 from ..core.interrupts import defer_sigint
-from ..core.offloadable import offloadable_of
+from ..core.offloadable import offloadable_of, remove_all
 from ..link import address_range, held_bytes
 from ..link.block import OwnedBlock, StorageBlock, collect, in_order
 from ..link.transfer import Figures, Handle, Transfer
 from .gradients import Gradients
-from .guard import ModelGuard, PlainOptimizer, remove_all
+from .guard import ModelGuard, PlainOptimizer
 from .region import FixedMemory, is_movable
 
 KINDS: Final = ("params", "grads", "state")
 """Kinds of memory, in the order in which they move."""
 
-_CHOICES: Final[dict[str, tuple[tuple[object, ...], str]]] = {
-    "params": (("save", "keep"), "parameters are needed again, so they are copied out, or stay"),
-    "grads": ((None, "drop", "save", "keep"), "it says what becomes of .grad, by name"),
-    "state": (("save", "keep"), "state is needed again, so it is copied out, or stays"),
-    "keep_addresses": ((True, False), "neither True nor False"),
+_CHOICES: Final[dict[str, tuple[object, ...]]] = {
+    "params": ("save", "keep"),
+    "grads": (None, "drop", "save", "keep"),
+    "state": ("save", "keep"),
+    "keep_addresses": (True, False),
 }
-"""Choices of each argument, with the reason for the error."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +62,11 @@ class PhaseStatistics:
     host_bytes_by_holder: dict[str, int]  # of this whole process; host_memory= bounds the sum
     cycles: int  # reloads
 
+    def __str__(self) -> str:
+        out = _move(self.offloaded, self.offload_seconds)
+        back = _move(self.reloaded, self.reload_seconds)
+        return f"out: {out}; back: {back}; {brief(self.host_bytes)} reserved on the host"
+
 
 class PhaseOffloader:
     """Moves a model's and its optimizer's device memory to the host, and back.
@@ -78,7 +82,7 @@ class PhaseOffloader:
     Ctrl-C (SIGINT) during a move takes effect after the move. Call it from one thread at a time.
 
     Args:
-        model: the module or modules; FSDP2 modules are resharded by each offload.
+        model: the module, or a list of modules; FSDP2 modules are resharded by each offload.
         optimizer: a :class:`HybridDeviceOptimizer`, any ``torch.optim.Optimizer``, or None.
         params: parameters and buffers. ``"save"`` copies them out and in. ``"keep"`` leaves them on
             the device, and forward works while the rest is away, unless gradients are saved.
@@ -91,8 +95,8 @@ class PhaseOffloader:
         transfer: how to allocate host memory (``pin``, ``host_memory``).
 
     Raises:
-        ConfigError: an argument is wrong, or another PhaseOffloader keeps addresses of the same
-            tensors.
+        ConfigError: an argument is wrong, another PhaseOffloader keeps addresses of the same
+            tensors, or ``keep_addresses`` comes before the first ``step()`` of a plain optimizer.
         DeviceError: tensors on several devices, or the device is unusable or cannot keep addresses.
         UnsupportedParameterError: torch does not own a tensor's memory.
         UnsupportedTorchError: this version of torch lacks a private name of FSDP2.
@@ -112,11 +116,13 @@ class PhaseOffloader:
         state: str = "save",
         keep_addresses: bool = False,
         transfer: TransferConfig | None = None,
+        **unknown: object,
     ) -> None:
+        check_keywords("PhaseOffloader", unknown, (*_CHOICES, "transfer"))
         self._policies = {"params": params, "grads": grads, "state": state}
         given = {**self._policies, "keep_addresses": keep_addresses}
-        for name, (choices, why) in _CHOICES.items():
-            check_choice(name, given[name], choices, why)
+        for name, choices in _CHOICES.items():
+            check_choice(name, given[name], choices, "not one of its values")
         self._models = models = modules_of(model)
         tensors = [t for m in models for t in (*m.parameters(), *m.buffers())]
         if not tensors:
@@ -132,8 +138,9 @@ class PhaseOffloader:
         parameters = [t for t in tensors if isinstance(t, nn.Parameter)]
         self._backend = backend = backend_of(parameters or tensors)
         self._optimizer = offloadable_of(optimizer)
-        if self._optimizer is None and optimizer is not None:
-            self._optimizer = PlainOptimizer(optimizer, backend)
+        if optimizer is not None:
+            check_holds(optimizer, models)
+            self._optimizer = self._optimizer or PlainOptimizer(optimizer, backend)
         self._groups = groups = find_groups(models)
         self._gradients = Gradients(grads, groups, optimizer)
         self._fixed = {
@@ -141,7 +148,8 @@ class PhaseOffloader:
             for kind in ("params", "state")
             if keep_addresses and self._policies[kind] == "save"
         }
-        saved = ", ".join(kind for kind in KINDS if self._policies[kind] == "save") or "nothing"
+        kinds = [kind for kind in KINDS if optimizer is not None or kind != "state"]
+        saved = ", ".join(kind for kind in kinds if self._policies[kind] == "save") or "nothing"
         self._transfer = Transfer(backend, transfer, f"PhaseOffloader: {saved}", empties_cache=True)
         self._guard = ModelGuard(models, self, allows_forward=params == "keep" and grads != "save")
         self._is_away = self._is_closed = self._moves_optimizer = False
@@ -406,6 +414,13 @@ class PhaseOffloader:
     def _keep_addresses(self) -> None:
         if not self._fixed:
             return
+        plain = self._optimizer if isinstance(self._optimizer, PlainOptimizer) else None
+        if plain is not None and "state" in self._fixed and not plain.device_tensors():
+            raise ConfigError(
+                "keep_addresses=True with an optimizer that has no state",
+                reason="state that step() makes would get another address at each reload",
+                remedy='build the PhaseOffloader after the first step(), or pass state="keep"',
+            )
         self._backend.current_stream().synchronize()
         found = dict(self._blocks(self._parameters()))
         try:
@@ -419,6 +434,11 @@ class PhaseOffloader:
             ) from error
         self._backend.current_stream().synchronize()
         release_cached(self._backend.device)
+
+
+def _move(by_kind: Mapping[str, Figures], seconds: float) -> str:
+    whole = Figures(sum(each.n_bytes for each in by_kind.values()), seconds)
+    return f"{brief(whole.n_bytes)} in {seconds:.2f} s, {whole.gb_per_second:.1f} GB/s"
 
 
 def _sizes(by_kind: Mapping[str, int]) -> str:

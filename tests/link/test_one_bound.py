@@ -61,7 +61,7 @@ class Job:
 
 HOLDERS = {
     "optimizer": "HybridDeviceOptimizer: state of AdamW",
-    "phases": "PhaseOffloader: params, state",
+    "phases": "PhaseOffloader: params",
     "region": "FixedAddressRegion: kv",
     "stash": "PagedStash",
     "activations": "ActivationOffload",

@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,9 @@ def test_each_storage_moves_once_and_a_second_call_does_nothing() -> None:
     assert statistics.reloaded["params"].n_bytes == n_bytes
     assert statistics.offloaded["grads"].n_bytes == 0
     assert statistics.offload_seconds > 0
+    assert "PhaseOffloader: params" in statistics.host_bytes_by_holder
+    shown = rf"{n_bytes} bytes in \S+ s, \S+ GB/s"
+    assert re.fullmatch(rf"out: {shown}; back: {shown}; .* reserved on the host", str(statistics))
 
 
 @ADDRESSES
@@ -428,12 +432,14 @@ def test_a_checkpoint_is_not_loaded_while_away(tmp_path: Path, keep_addresses: b
     assert_same((model.state_dict(), optimizer.state_dict()), before)
 
 
-def test_torch_makes_no_state_while_away() -> None:
+def test_torch_makes_no_state_while_away(tmp_path: Path) -> None:
     """It would leave a rate of 0, and gradients, as its first step is refused."""
     model = net()
     optimizer = adamw(model.parameters())
-    with PhaseOffloader(model, optimizer).away(), pytest.raises(AwayError):
-        get_optimizer_state_dict(model, optimizer)
+    with PhaseOffloader(model, optimizer).away():
+        for use in (get_optimizer_state_dict, partial(checkpoint.save, tmp_path)):
+            with pytest.raises(AwayError, match=r"save or load before the first step\(\) of AdamW"):
+                use(model, optimizer)
     assert optimizer.param_groups[0]["lr"] == 0.01
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -698,6 +704,8 @@ def test_wrong_arguments() -> None:
     for wrong in choices:
         with pytest.raises(ConfigError):
             PhaseOffloader(net(), **wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"PhaseOffloader .*did you mean 'keep_addresses'"):
+        PhaseOffloader(net(), keep_address=True)
     with pytest.raises(ConfigError, match="nothing to move"):
         PhaseOffloader(nn.ReLU())
     model = net()
