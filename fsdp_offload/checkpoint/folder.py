@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Final
 
 from ..core.errors import CheckpointError, ConfigError
+from ..core.progress import warn
 from .files import fsync_folder, write_whole
 from .manifest import MANIFEST, METADATA, Manifest, crc_of, read_manifest
 
@@ -307,6 +308,7 @@ def prune(path: Path, keep_last: int) -> None:
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """Find the newest complete checkpoint of this package in ``folder``; ``None`` without one.
+    Warns if there are only those of other programs.
 
     Content counts, not names. During a save the answer is the old checkpoint or the new one. Call
     it on one rank and broadcast the answer, or on all ranks before any of them saves.
@@ -316,6 +318,15 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     """
     checked(folder)
     found = _complete_in(Path(folder))
+    if not found:
+        others = {path.parent for path in Path(folder).glob(f"[!.]*/{METADATA}")}
+        if names := sorted(path.name for path in others if _manifest_of(path) is None):
+            warn(
+                "latest(%r) finds no checkpoint of this package. It does not look at those of "
+                "other programs: %s. To resume from one, pass it to checkpoint.load()",
+                os.fspath(folder),
+                ", ".join(names[:4]),
+            )
     return max(found, key=lambda path: found[path].time_ns, default=None)
 
 

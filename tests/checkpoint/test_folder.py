@@ -84,6 +84,19 @@ def names(where: Path) -> list[str]:
     return sorted(path.name for path in where.iterdir())
 
 
+def test_latest_names_checkpoints_of_other_programs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "step-5").mkdir()
+    (tmp_path / "step-5" / ".metadata").write_bytes(b"torch's")
+    assert folder.latest(tmp_path) is None
+    assert "those of other programs: step-5." in caplog.text
+    caplog.clear()
+    save(tmp_path / "mine", "mine")
+    assert folder.latest(tmp_path) == tmp_path / "mine"
+    assert not caplog.text
+
+
 def test_the_latest_is_the_last_one_whatever_name_clock_and_times_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
