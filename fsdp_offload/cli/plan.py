@@ -48,8 +48,11 @@ def run(options: argparse.Namespace) -> int:
         ConfigError: the options do not give the size of the model or of the GPU.
     """
     model = model_of(options)
-    card = CARDS_GIB.get(options.gpu)
-    memory_bytes = parse_bytes(options.gpu, "--gpu") if card is None else int(card * GIB)
+    memory_bytes = (
+        int(CARDS_GIB[options.gpu] * GIB)
+        if options.gpu in CARDS_GIB
+        else parse_bytes(options.gpu, "--gpu")
+    )
     work = Workload(
         tokens=options.tokens,
         gpus=options.gpus,
@@ -62,12 +65,15 @@ def run(options: argparse.Namespace) -> int:
     found = estimate(model, work, memory_bytes, None if given == "auto" else parse_bytes(given))
     fewest = fewest_gpus(model, work, memory_bytes)
     link = options.link or (LINKS_GBPS.get(options.gpu) if options.gpus == 1 else None)
-    bounds = None
-    if found.fits and options.compute_ms is not None and link is not None:
-        bounds = bounds_ms(found.travels_bytes, options.compute_ms, link)
+    bounds = (
+        bounds_ms(found.travels_bytes, options.compute_ms, link)
+        if found.fits and options.compute_ms is not None and link is not None
+        else None
+    )
     if options.json:
-        more = ("travels_bytes", "in_bytes", "out_bytes")
-        figures = asdict(found) | {name: getattr(found, name) for name in more}
+        figures = asdict(found) | {
+            name: getattr(found, name) for name in ("travels_bytes", "in_bytes", "out_bytes")
+        }
         report = {
             "model": asdict(model),
             "work": asdict(work),
@@ -97,8 +103,7 @@ def run(options: argparse.Namespace) -> int:
     here_bytes = min((each.total_bytes for each in host_memory()), default=math.inf)
     if (least if least.fits and not found.fits else found).host_bytes > here_bytes:
         print(f"note: this machine has {here_bytes / GIB:.2f} GiB of host memory, which is less")
-    enough = fewest or f"more than {MOST_GPUS}; try fewer --tokens"
-    print(f"fewest GPUs that hold the job: {enough}")
+    print("fewest GPUs that hold the job:", fewest or f"more than {MOST_GPUS}; try fewer --tokens")
     return int(not found.fits)
 
 
@@ -212,5 +217,6 @@ def _time(found: Estimate, bounds: tuple[float, float] | None, link_gbps: float 
     at = f"ms at {link_gbps:g} GB/s each way"
     if bounds is not None:
         return f"{bounds[0]:.0f} to {bounds[1]:.0f} {at}"
-    least_ms = found.travels_bytes / (1e6 * link_gbps)
-    return f"at least {least_ms:.0f} {at}; give --compute-ms for bounds"
+    return (
+        f"at least {found.travels_bytes / (1e6 * link_gbps):.0f} {at}; give --compute-ms for bounds"
+    )
