@@ -74,16 +74,9 @@ def run(options: argparse.Namespace) -> int:
         figures = asdict(found) | {
             name: getattr(found, name) for name in ("travels_bytes", "in_bytes", "out_bytes")
         }
-        report = {
-            "model": asdict(model),
-            "work": asdict(work),
-            "memory_bytes": memory_bytes,
-            "fits": found.fits,
-            "fewest_gpus": fewest,
-            "estimate": figures,
-            "bounds_ms": bounds,
-        }
-        print(json.dumps(report, indent=1))
+        report = {"model": asdict(model), "work": asdict(work), "memory_bytes": memory_bytes}
+        report |= {"fits": found.fits, "fewest_gpus": fewest, "estimate": figures}
+        print(json.dumps(report | {"bounds_ms": bounds}, indent=1))
         return int(not found.fits)
     least = estimate(model, replace(work, offload="all"), memory_bytes, 0)
     print(sizes_text(model, work, options.gpu, memory_bytes, found))
