@@ -121,7 +121,7 @@ def test_the_chart_takes_the_newest_row(tmp_path: Path) -> None:
     reports = chart["reports"](tmp_path)
     found = {key: [p.gib for p in some] for key, some in chart["points"](reports).items()}
     assert found == {"clip": [12.0, 70.0], "none": [20.0], "plain": [64.0]}
-    assert "in 12 GiB of one H100, at 8,200 tokens per second" in chart["gain"](reports)
+    assert "in 12 GiB of one H100: 8,200 tokens per second" in chart["gain"](reports)
     assert "does not fit" in chart["chart"](reports, "dark")
 
 

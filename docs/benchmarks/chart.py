@@ -121,9 +121,10 @@ def gain(found: list[dict[str, Any]]) -> str:
     speed = 1e3 * job["tokens"] * job["ranks"] / least.ms
     need_gib = BYTES_OF_ADAMW * params / 2**30
     return (
-        f"AdamW with an fp32 master needs {need_gib:.0f} GiB of GPU memory to train "
-        f"{params / 1e9:.1f}B parameters.\nThis package trains them in {least.gib:.0f} GiB of one "
-        f"H100, at {round(speed, -2):,.0f} tokens per second."
+        f"Weights, gradients and AdamW state of {params / 1e9:.1f}B parameters take {need_gib:.0f} "
+        "GiB, with an fp32 master for each bf16 weight.\nThis package trains them in "
+        f"{least.gib:.0f} GiB of one H100: {round(speed, -2):,.0f} tokens per second, with "
+        f"{job['tokens']:,} tokens per step and activation checkpointing."
     )
 
 
