@@ -55,26 +55,23 @@ class GradientSlots:
         """Bytes of device memory."""
         return sum(slot.nbytes for slot in self._slots)
 
-    def reserve(self, buckets: Iterable[Bucket], work: Work, update: Stream) -> None:
-        """Make slots as large as the largest bucket's gradients; ``update`` has read the old ones.
+    def begin(self, buckets: Iterable[Bucket], work: Work, update: Stream) -> None:
+        """Expect updates of ``buckets``, in order, on ``update``. Makes slots as large as the
+        largest bucket's gradients.
 
         Raises:
             DeviceMemoryError: there is no room; nothing has changed.
         """
         self._free.extend((each.slot, each.arrived) for each in self._fetched)  # after a failure
         self._fetched.clear()
-        n_bytes = (_slot_bytes(each, work) for each in buckets if _taken(each, work))
-        most = max(n_bytes, default=-1)
+        self._buckets = deque(each for each in buckets if _taken(each, work))
+        most = max((_slot_bytes(each, work) for each in self._buckets), default=-1)
         if most > (self._slots[0].nbytes if self._slots else -1):
             update.synchronize()  # so that nothing reads freed slots
             with allocating(COUNT * most, *_WHAT):
                 self._slots = [self._backend.allocate(most) for _ in range(COUNT)]
             free = self._backend.current_stream().record()
             self._free = deque((slot, free) for slot in self._slots)
-
-    def begin(self, buckets: Iterable[Bucket], work: Work) -> None:
-        """Start fetching for ``buckets``, whose updates run in order."""
-        self._buckets = deque(each for each in buckets if _taken(each, work))
 
     @contextlib.contextmanager
     def lending(

@@ -258,19 +258,17 @@ class Ring:
         """Whether this iteration has updated a bucket."""
         return self._head > 0
 
-    def reserve(self, work: Work) -> None:
+    def begin(self, work: Work) -> None:
         """Allocate what :meth:`run` needs; raises DeviceMemoryError before anything is updated."""
         if self.gradients is not None:
-            self.gradients.reserve((each.bucket for each in self.buckets), work, self.link.update)
+            buckets = (self.buckets[index].bucket for index in self.order)
+            self.gradients.begin(buckets, work, self.link.update)
 
     def run(self, work: Work, start: Event | None = None) -> None:
         """Enqueue buckets in order, as :meth:`advance` does, up to the first without its gradients.
         With ``start``, all gradients are ready after it: enqueue the rest, without buckets that
         have none, and end the iteration."""
         self._work, self._start = work, start
-        if self.gradients is not None:
-            buckets = (self.buckets[index].bucket for index in self.order[self._head :])
-            self.gradients.begin(buckets, work)
         self._enqueue(0)
 
     @property

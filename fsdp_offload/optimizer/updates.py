@@ -198,7 +198,7 @@ class Updates:
             if work.ready[param.index] is None:
                 work.put(param.index, gradient_of(param))
         count_empty_shards(params, self.reserved.never_have_gradients, work.gradients)
-        self.reserved.engine.ring.reserve(work)
+        self.reserved.engine.ring.begin(work)
         return work
 
     def _begin(self) -> Work:
