@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ..core.errors import ConfigError
-from ..core.sharding import shard
+from ..core.sharding import shard, shard_of
 
 LOGIT_TOKENS = 4096  # tokens whose logits exist at a time, if they are recomputed
 SMALL = {"layers": 2, "dim": 128, "vocabulary": 512, "tokens": 128, "seq": 128}  # on the CPU
@@ -146,9 +146,7 @@ def _initialize(model: GPT, job: Job, device: torch.device) -> None:
         if parameter.dim() > 1:
             whole.normal_(std=std, generator=generator)
         if isinstance(parameter, DTensor):
-            placed = parameter.device_mesh, parameter.placements
-            whole = distribute_tensor(whole, *placed, src_data_rank=None).to_local()
-            parameter.to_local().copy_(whole)
+            parameter.to_local().copy_(shard_of(parameter, whole))
         else:
             parameter.copy_(whole)
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -75,13 +75,17 @@ def _cut_whole_tensors(
     """Let ``load_state_dict`` take an unsharded model's tensors: each rank loads its shards."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         whole = state_dict.get(prefix + name)
-        is_sharded = isinstance(parameter, DTensor) and not isinstance(whole, DTensor)
-        if whole is None or not is_sharded or whole.shape != parameter.shape:
+        if whole is None or isinstance(whole, DTensor) or whole.shape != parameter.shape:
             continue  # nothing to cut; torch reports what does not fit
-        for chunk in dtensor.chunk_list(parameter):
-            ends = map(sum, zip(chunk.offsets, chunk.sizes, strict=True))
-            part = whole[tuple(map(slice, chunk.offsets, ends))]
-            state_dict[prefix + name] = dtensor.like(parameter, part)
+        if isinstance(parameter, DTensor):
+            state_dict[prefix + name] = dtensor.like(parameter, shard_of(parameter, whole))
+
+
+def shard_of(parameter: DTensor, whole: Tensor) -> Tensor:
+    """Return the view of ``whole`` (global shape) that this rank's shard of ``parameter`` holds."""
+    (chunk,) = dtensor.chunk_list(parameter)
+    ends = map(sum, zip(chunk.offsets, chunk.sizes, strict=True))
+    return whole[tuple(map(slice, chunk.offsets, ends))]
 
 
 def _check(model: nn.Module) -> None:
