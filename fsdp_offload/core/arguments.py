@@ -64,13 +64,6 @@ def check_holds(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
         ConfigError: the optimizer was built before ``fully_shard``, while FSDP2 had parameters
             gathered, or for another model.
     """
-    if not models:
-        warn(
-            "HybridDeviceOptimizer without model=: it knows no parameter names, "
-            "overlaps nothing, and misses loads into the module. Remedy: pass "
-            "the module, HybridDeviceOptimizer(optimizer, model)"
-        )
-        return
     named = dtensor.parameter_names(models)
     held = [p for group in optimizer.param_groups for p in group["params"]]
     sharded = gathered_parameters(models)

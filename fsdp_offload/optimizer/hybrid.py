@@ -33,7 +33,7 @@ from ..core.arguments import check_holds, leave_cpu, modules_of
 from ..core.config import OffloadConfig, TransferConfig, check_keywords
 from ..core.errors import ConfigError, copy_error
 from ..core.offloadable import check_tensors, remove_all
-from ..core.progress import is_rank_0
+from ..core.progress import is_rank_0, warn
 from ..update.schema import is_torch_class
 from .checkpoint_view import CheckpointView
 from .device_state import DeviceState
@@ -128,7 +128,14 @@ class HybridDeviceOptimizer(Optimizer):
         )
         check_wrappable(optimizer)
         models = modules_of(model)
-        check_holds(optimizer, models)
+        if models:
+            check_holds(optimizer, models)
+        else:
+            warn(
+                "HybridDeviceOptimizer without model=: it knows no parameter names, "
+                "overlaps nothing, and misses loads into the module. Remedy: pass "
+                "the module, HybridDeviceOptimizer(optimizer, model)"
+            )
         if config.offload == "state":
             leave_cpu(models)  # else group by group, on the way to host memory
         self._wrapped, self._inner = optimizer, without_face(optimizer)
