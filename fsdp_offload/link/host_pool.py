@@ -72,7 +72,7 @@ class HostPool:
         self.holder = holder
         self.n_bytes = 0  # includes requests in progress
         self._backend, self._transfer = backend, checked_transfer(transfer)
-        self._bound_bytes = sized(transfer.host_memory)
+        self._bound_bytes = sized(self._transfer.host_memory)
         self._ranges: list[HostRange] = []
         self._insist(0)
 
@@ -92,7 +92,7 @@ class HostPool:
         Raises:
             HostMemoryError: ``host_memory``, or the host, has no room for it; nothing was taken.
             PinningError: the driver refused; the memory was freed.
-            ConfigError: as of :class:`HostPool`, after the pool was closed.
+            ConfigError: see :class:`HostPool`; only after the pool was closed.
         """
         try:
             self._insist(n_bytes)

@@ -150,7 +150,7 @@ def allocating(n_bytes: int, what: str, remedy: str) -> Iterator[None]:
     """Inside, device memory is taken for what is in host memory.
 
     Raises:
-        DeviceMemoryError: there is none.
+        DeviceMemoryError: the device has no room.
     """
     try:
         yield

@@ -211,7 +211,7 @@ class Transfer:
             blocks: blocks with different keys.
 
         Raises:
-            HostMemoryError, PinningError: as of :meth:`.HostPool.take`; nothing has changed.
+            HostMemoryError, PinningError: see :meth:`.HostPool.take`; nothing has changed.
         """
         known = self._buffers
         missing = [b for b in blocks if b.key not in known or b.n_bytes > known[b.key][2]]

@@ -58,7 +58,7 @@ def held_by(params: Sequence[ParamState], shown: Shown) -> Iterator[Held]:
 class DeviceState:
     """State of one optimizer on the device; an :class:`.Offloadable`.
 
-    ``finish`` completes all work, so that memory is up to date; ``turn``: as of
+    ``finish`` completes all work, so that memory is up to date; ``turn``: see
     :class:`.Offloadable`.
     """
 
@@ -119,7 +119,7 @@ class DeviceState:
         self._view.adopt_writes(self._reserved.params, is_away=True, again=True)
 
     def device_tensors(self) -> list[tuple[str, Tensor]]:
-        """As of :class:`.Offloadable`. Omits weights and gradients that a class keeps in its state,
+        """See :class:`.Offloadable`. Omits weights and gradients that a class keeps in its state,
         which the optimizer must not move."""
         params, shown = self._reserved.params, self._view.shown
         device = self._reserved.backend.device

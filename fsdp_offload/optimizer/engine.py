@@ -146,7 +146,7 @@ class Engine:
             optimizer: the wrapped optimizer; not kept alive.
             params: all parameters, ``added`` among them.
             added: parameters that get buckets.
-            natives: as of :class:`NativeUpdate`, like ``native_state``.
+            natives: see :class:`NativeUpdate`, also for ``native_state``.
 
         Raises:
             HostMemoryError: the state does not fit; nothing was allocated.

@@ -120,7 +120,7 @@ class Lifecycle:
         """Make other threads wait as for a :meth:`turn`, while this thread may call the optimizer.
 
         Raises:
-            BusyError: as of :meth:`turn`.
+            BusyError: see :meth:`turn`.
         """
         with self._lock:
             self.check_free(what)

@@ -28,7 +28,7 @@ class RingBucket:
         params: all parameters.
         arena: host memory of its state; None: it has no host copy, and its state is in the
             parameters' state tensors on the device.
-        scratch: as of :class:`BucketUpdate`.
+        scratch: see :class:`BucketUpdate`.
     """
 
     def __init__(

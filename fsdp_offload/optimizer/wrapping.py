@@ -35,7 +35,7 @@ def check_wrappable(optimizer: object) -> None:
 
     Raises:
         ConfigError: not an optimizer, already wrapped, or without trainable parameters.
-        UnsupportedOptimizerError: as of :func:`check_supported`.
+        UnsupportedOptimizerError: see :func:`check_supported`.
     """
     if isinstance(optimizer, nn.Module):
         raise ConfigError(
