@@ -268,10 +268,10 @@ class OffloadConfig:
 
     @property
     def first_device_bytes(self) -> int:
-        """Device bytes for slots and buckets that stay, at the start."""
+        """Device bytes for slots and buckets that stay, at the start; 0: the fewest slots."""
         if self.device_memory != "auto":
             return self.device_memory
-        return 0 if self.overlap == "step" else FIRST_DEVICE_BYTES
+        return 0 if self.overlap == "step" or self.offload == "all" else FIRST_DEVICE_BYTES
 
     @property
     def bucket_bytes(self) -> int:

@@ -8,7 +8,7 @@ from typing import Final
 
 from torch import Tensor
 
-from ..core.config import GIB, MIB
+from ..core.config import brief
 from ..link import held_bytes
 from .updates import Updates
 
@@ -69,22 +69,22 @@ class Statistics:
         lines = [
             f'{self.optimizer}, overlap="{self.overlap}", after {self.steps} steps',
             f"parameters: {', '.join(lanes) or 'none'}",
-            f"host memory for state: {_size(self.host_arena_bytes)}, "
+            f"host memory for state: {brief(self.host_arena_bytes)}, "
             + (f"page-locked in {self.pin_seconds:.1f} s" if self.pinned else "pageable"),
-            f"device memory for state: {_size(self.device_state_bytes + self.staging_bytes)}, "
+            f"device memory for state: {brief(self.device_state_bytes + self.staging_bytes)}, "
             f"with slots and scratch; {self.staying_buckets} of {self.buckets} buckets stay "
             "between steps",
         ]
         if self.host_weight_bytes:
-            lines.append(f"host memory for weights: {_size(self.host_weight_bytes)}")
+            lines.append(f"host memory for weights: {brief(self.host_weight_bytes)}")
         if self.host_gradient_bytes:
-            lines.append(f"host memory for gradients: {_size(self.host_gradient_bytes)}")
+            lines.append(f"host memory for gradients: {brief(self.host_gradient_bytes)}")
         if self.memory_change:
             lines.append(f"device memory changed {self.memory_change}")
         if self.steps:
             lines.append(
-                f"last step: {_size(self.moved_bytes)} to the host, "
-                f"{_size(self.fetched_bytes)} to the device, step() took {self.step_ms:.1f} ms"
+                f"last step: {brief(self.moved_bytes)} to the host, "
+                f"{brief(self.fetched_bytes)} to the device, step() took {self.step_ms:.1f} ms"
             )
         return "\n  ".join(lines)
 
@@ -95,10 +95,6 @@ _LANES: Final = {
     "native": "with state on the device, updated by the class itself",
     "host": "updated on the CPU",
 }
-
-
-def _size(n_bytes: int) -> str:
-    return f"{n_bytes / GIB:.2f} GiB" if n_bytes >= GIB else f"{n_bytes / MIB:.1f} MiB"
 
 
 def gather(updates: Updates) -> Statistics:

@@ -282,8 +282,8 @@ class Weights:
     def _slices_of(self, block: Block) -> dict[int, list[tuple[Away, int, int, Tensor]]]:
         """By group, which elements of which shards a block has, and where on the device."""
         parts: dict[int, list[tuple[Away, int, int, Tensor]]] = {}
-        for part, device in zip(self._parts.get(block, ()), block.device, strict=True):
-            parts.setdefault(part[0].index, []).append((*part, device))
+        for found, device in zip(self._parts.get(block, ()), block.device, strict=True):
+            parts.setdefault(found[0].index, []).append((*found, device))
         return parts
 
     def has(self, block: Block) -> bool:

@@ -102,9 +102,9 @@ class Estimate:
 
     @property
     def in_bytes(self) -> float:
-        """Bytes to the device per iteration. Weights move for forward, backward and update."""
+        """Bytes to the device per iteration. Weights move for backward and update."""
         state = self.state_bytes - self.stays_bytes
-        return state + self.gradients_away_bytes + 3 * self.weights_away_bytes
+        return state + self.gradients_away_bytes + 2 * self.weights_away_bytes
 
     @property
     def out_bytes(self) -> float:
@@ -174,14 +174,16 @@ def _stay(
 
     Sorted by what a byte saves on the link: weights stay first, then gradients, then state.
     """
-    group = work.shard_bytes * max(model.block_params, model.root_params) / work.gpus
+    scale = work.shard_bytes / work.gpus
+    block, root = scale * model.block_params, scale * model.root_params
     left = free_bytes - float(LEAST_SLOTS * SMALL_BUCKET_BYTES) - 1024  # for rounding
-    lent = 0.0
+    lent = least = 0.0
     if 2 * weights > left:
-        lent += GRADIENT_SLOTS * group
-    if weights > left - lent:
-        lent += GATHER_SLOTS * group
-    left = max(0.0, left - lent)
+        lent += GRADIENT_SLOTS * max(block, root)
+    if weights > left - lent:  # a large root takes less memory than slots of its size
+        least = root if root + GATHER_SLOTS * block < GATHER_SLOTS * root else 0.0
+        lent += GATHER_SLOTS * (block if least else max(block, root))
+    left = max(least, left - lent)
     weights_stay = min(weights, left)
     return weights_stay, min(weights, left - weights_stay), lent
 

@@ -35,7 +35,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from ..core.backend import AllocatorFigures
-from ..core.config import GIB
+from ..core.config import GIB, MIB
 from .order import ring_size
 
 LEAST_MARGIN_BYTES: Final = GIB
@@ -55,6 +55,8 @@ LEAST_SLOTS: Final = 4
 leave one out."""
 MOST_SLOT_BYTES: Final = 4 * GIB
 """Memory beyond that goes to buckets that stay."""
+LEAST_SAVING_BYTES: Final = 64 * MIB
+"""Of device memory, for which a large group of weights stays that was to leave."""
 AWAY_STEPS: Final = 50
 """Steps for which an evicted bucket stays evicted."""
 
@@ -197,11 +199,19 @@ def choose_travelling(sizes: Sequence[int], allowed: int, slots: int) -> set[int
     """Choose the groups of weights that leave if the device has ``allowed`` bytes for them and
     ``slots``.
 
-    Each slot is as large as the largest group. If all groups stay, no slots are needed.
+    Each slot is as large as the largest group that leaves. A much larger one, such as a large
+    vocabulary, stays: slots of its size would take more. If all stay, no slots are needed.
     """
-    left = allowed - (slots * max(sizes) if sum(sizes) > allowed else 0)
-    travelling = set[int]()
-    for index in spread([index for index, size in enumerate(sizes) if size]):
+    if sum(sizes) <= allowed:
+        return set()
+    largest = sorted((index for index, size in enumerate(sizes) if size), key=lambda i: -sizes[i])
+
+    def needed(count: int) -> int:
+        return sum(sizes[i] for i in largest[:count]) + slots * sizes[largest[count]]
+
+    count = min(range(len(largest)), key=lambda n: needed(n) + LEAST_SAVING_BYTES * bool(n))
+    left, travelling = allowed - needed(count), set[int]()
+    for index in spread(sorted(largest[count:])):
         if sizes[index] <= left:
             left -= sizes[index]
         else:

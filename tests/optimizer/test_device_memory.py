@@ -155,7 +155,7 @@ def test_what_was_done_is_said(device: Device, caplog: pytest.LogCaptureFixture)
     for shown in (str(figures), repr(job.optimizer)):
         assert "5 of 5 buckets stay between steps" in shown
         assert figures.memory_change in shown
-        assert "last step: 0.0 MiB to the host, 0.0 MiB to the device" in shown
+        assert "last step: 0 bytes to the host, " in shown
     assert "Parameter Group 0" in repr(job.optimizer)
     job.optimizer.close()
     assert "buckets" not in repr(job.optimizer)

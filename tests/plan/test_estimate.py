@@ -103,7 +103,7 @@ def test_a_model_of_which_nothing_stays_fits_into_a_small_card() -> None:
     found = estimate(model, work, 24 * GIB, 0)
     assert found.fits
     assert found.peak_bytes < 14 * GIB
-    assert found.in_bytes / model.params == pytest.approx(18, rel=0.01)
+    assert found.in_bytes / model.params == pytest.approx(16, rel=0.01)
     assert found.out_bytes / model.params == pytest.approx(14, rel=0.01)
     assert found.host_bytes / model.params == pytest.approx(14, rel=0.01)
     more = estimate(model, work, CARDS["rtx-4090"])

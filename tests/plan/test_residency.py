@@ -124,6 +124,17 @@ def test_weights_stay_as_far_as_device_memory_goes_beside_slots() -> None:
     assert choose_travelling([], 0, 3) == set()
 
 
+def test_a_large_group_stays_rather_than_making_all_slots_large() -> None:
+    blocks = [4 * GIB] * 30
+    # Less than three slots of 21 GiB.
+    assert choose_travelling([21 * GIB, *blocks], 0, 3) == set(range(1, 31))
+    assert len(choose_travelling([21 * GIB, *blocks], (21 + 3 * 4 + 8) * GIB, 3)) == 28
+    # More than three slots of 5 GiB.
+    assert choose_travelling([5 * GIB, *blocks], 0, 3) == set(range(31))
+    # Three slots of 42 bytes are no memory to speak of.
+    assert choose_travelling([42, 8, 8, 8], 0, 3) == set(range(4))
+
+
 def test_gradients_stay_where_everything_fits() -> None:
     assert gradients_fit(12, 2, 16, 80)
     assert not gradients_fit(12, 2, 15, 80)
