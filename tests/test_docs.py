@@ -107,20 +107,23 @@ def test_pictures_are_drawn_from_the_figures_beside_them() -> None:
 def test_the_chart_takes_the_newest_row(tmp_path: Path) -> None:
     chart = runpy.run_path(str(REPOSITORY / "docs" / "benchmarks" / "chart.py"))
 
-    def report(**peaks_gib: float) -> dict[str, Any]:
+    def report(gbps: float = 90.0, **peaks_gib: float) -> dict[str, Any]:
         rows: list[dict[str, Any]] = [{"name": "plain-f32", "status": "failed"}]
         for name, gib in peaks_gib.items():
             row = {"name": name.replace("_", "-"), "status": "ok", "iteration_ms": 2e3}
             rows.append(row | {"device_peak_gib": gib})
-        return {"params": 7.9e9, "job": {"tokens": 16384, "ranks": 1}, "rows": rows}
+        job, link = {"tokens": 16384, "ranks": 1}, {"h2d+d2h_gbps": gbps}
+        return {"params": 7.9e9, "job": job, "link": link, "rows": rows}
 
     first = report(plain=64.0, forward_torchclip_all_d0=13.0, default_torchclip=70.0)
-    second = report(forward_torchclip_all_d0=12.0, backward_all_d8GiB=20.0, compute=30.0)
-    for name, found in (("2026-11-27_a", second), ("2026-11-26_b", first)):
-        (tmp_path / f"whole_h100_{name}.json").write_text(json.dumps(found))
+    second = report(forward_torchclip_all_d0=12.0, backward_all_c8GiB=20.0, compute=30.0)
+    slow = report(70.0, forward_torchclip_all_d0=11.0)
+    found = {"2026-11-27_a": second, "2026-11-26_b": first, "2026-11-28": slow}
+    for name, report_ in found.items():
+        (tmp_path / f"whole_h100_{name}.json").write_text(json.dumps(report_))
     reports = chart["reports"](tmp_path)
-    found = {key: [p.gib for p in some] for key, some in chart["points"](reports).items()}
-    assert found == {"clip": [12.0, 70.0], "none": [20.0], "plain": [64.0]}
+    gib = {key: [p.gib for p in some] for key, some in chart["points"](reports).items()}
+    assert gib == {"clip": [12.0, 70.0], "none": [20.0], "plain": [64.0]}
     assert "in 12 GiB of one H100: 8,200 tokens per second" in chart["gain"](reports)
     assert "does not fit" in chart["chart"](reports, "dark")
 

@@ -19,7 +19,9 @@ from svg import WIDTH, Picture
 FOLDER = Path(__file__).resolve().parent
 README = FOLDER.parents[1] / "README.md"
 PATTERNS = ("whole_h100_*.json", "iteration_h100_*_7.9G_*.json")
-OURS = r"(default|forward|step|backward)(-(torchclip|clip|all|d\w+|again))*"
+OURS = r"(default|forward|step|backward)(-(torchclip|clip|all|d\w+|c\d\w+|again))*"
+LEAST_GBPS = 85
+"""Both ways at once. Times of machines with slower links are not comparable."""
 CURVES = {
     "clip": ("this package, clipping", "blue"),
     "none": ("this package, no clipping", "green"),
@@ -47,7 +49,8 @@ def reports(folder: Path = FOLDER) -> list[dict[str, Any]]:
     """Of the job, the oldest first."""
     files = [file for pattern in PATTERNS for file in folder.glob(pattern)]
     files.sort(key=lambda file: re.findall(r"\d{4}-[\d-]+", file.name))
-    return [json.loads(file.read_text()) for file in files]
+    found = [json.loads(file.read_text()) for file in files]
+    return [each for each in found if each["link"]["h2d+d2h_gbps"] >= LEAST_GBPS]
 
 
 def points(found: list[dict[str, Any]]) -> dict[str, list[Point]]:
