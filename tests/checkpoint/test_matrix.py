@@ -82,9 +82,9 @@ def check_loaded(found: dict[str, Any], expected: dict[str, Any], target: Varian
 
 
 # Gradients of another world size are sums in another order. Greatest distances seen, with all lanes
-# and meshes, are 0.9 (weights), 0.2 (masters), 3.8 and 5.9 (moments) on FSDP alone, and 4.3 (weights
-# and masters) where the tensor-parallel degree changes too; in ulps of the largest element of a
-# tensor, counted in the shards' dtype: gradients have no more bits.
+# and meshes, are 0.9 (weights), 0.2 (masters), 3.8 and 5.9 (moments) on FSDP alone, and 4.3
+# (weights and masters) where the tensor-parallel degree changes too; in ulps of the largest element
+# of a tensor, counted in the shards' dtype: gradients have no more bits.
 LIMITS = {"weight": 8.0, "master": 8.0, "exp_avg": 16.0, "exp_avg_sq": 32.0}
 
 
