@@ -32,11 +32,9 @@ class Event(Protocol):
 
     def query(self) -> bool:
         """Whether all work before the point has completed."""
-        ...
 
     def synchronize(self) -> None:
         """Block the calling thread until that work has completed."""
-        ...
 
 
 class PendingEvent:
@@ -73,7 +71,6 @@ class TimedEvent(Event, Protocol):
 
     def elapsed_time(self, end_event: Any) -> float:
         """Milliseconds from this event to ``end_event``; both must have been reached."""
-        ...
 
 
 class Stream(Protocol):
@@ -83,33 +80,27 @@ class Stream(Protocol):
 
     def launch(self, fn: Callable[..., None], *operands: Any) -> None:
         """Run ``fn(*operands)`` after all earlier launches and waits on this stream."""
-        ...
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Copy each source into its target, in order: 1-D, uint8, contiguous, of equal length.
 
         Unlike a launch, the caller keeps these tensors alive until the copies are done.
         """
-        ...
 
     def wait(self, event: Event) -> None:
         """Make later work on this stream wait for ``event``; the host does not wait.
 
         For a :class:`PendingEvent`, the host waits until it has been recorded.
         """
-        ...
 
     def record(self) -> Event:
         """Return an event after everything launched so far."""
-        ...
 
     def record_timed(self) -> TimedEvent:
         """As :meth:`record`, with the time."""
-        ...
 
     def synchronize(self) -> None:
         """Block the calling thread until everything launched has completed."""
-        ...
 
 
 Turns = Sequence[Sequence[torch.Tensor]]
@@ -121,11 +112,9 @@ class BulkStream(Stream, Protocol):
 
     def copy_in_turns(self, targets: Turns, sources: Turns) -> None:
         """As :meth:`copy`. Other copies get through between two turns, which may overlap."""
-        ...
 
     def keep_order(self) -> None:
         """Order later copies after all earlier ones, because they may share targets."""
-        ...
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -176,43 +165,33 @@ class Backend(Protocol):
 
     def stream(self, name: str) -> Stream:
         """Make a new stream; ``name`` appears in traces and in the simulator."""
-        ...
 
     def bulk_stream(self, name: str) -> BulkStream:
         """Make a new stream for bulk copies that let small copies of others through."""
-        ...
 
     def current_stream(self) -> Stream:
         """Return the stream that the caller's torch operations run on."""
-        ...
 
     def is_capturing(self) -> bool:
         """Whether a CUDA graph captures the caller's current stream."""
-        ...
 
     def adopt_stream(self, raw: Any) -> Stream:
         """Wrap a stream that another library (FSDP2) made, such as ``torch.cuda.Stream``."""
-        ...
 
     def adopt_event(self, raw: Any) -> Event:
         """Wrap an event that another library recorded, such as ``torch.cuda.Event``."""
-        ...
 
     def executor(self, name: str, set_up: Callable[[], None]) -> Executor:
         """Make an executor with one thread of that name, which first calls ``set_up``."""
-        ...
 
     def allocate(self, n_bytes: int) -> torch.Tensor:
         """Allocate 1-D uint8 device memory, uninitialised, aligned to at least 256 bytes."""
-        ...
 
     def allocator(self) -> AllocatorFigures | None:
         """Return figures of torch's allocator; None if the device has none."""
-        ...
 
     def free_and_total(self) -> tuple[int, int]:
         """Return the bytes that torch's allocator can still get from the driver, and its limit."""
-        ...
 
 
 def stream_to_wait(backend: Backend, what: str = "step()") -> Stream:

@@ -102,19 +102,15 @@ class Watcher(Protocol):
     @property
     def uses_link(self) -> bool:
         """Whether bulk copies run beside forward and backward: see :mod:`.comm_buffers`."""
-        ...
 
     def before_gather(self, index: int, stream: Stream) -> None:
         """Called before ``stream`` reads the group's shards."""
-        ...
 
     def after_gather(self, index: int) -> None:
         """Called after the compute stream has waited for the gather."""
-        ...
 
     def before_reduce(self, index: int) -> None:
         """Called before FSDP2 reduces the group's new gradients into ``.grad``."""
-        ...
 
     def after_reduce(
         self, index: int, reduced: Event, stream: Stream, *, is_last: bool = True
@@ -123,7 +119,6 @@ class Watcher(Protocol):
 
         ``is_last``: it is final for this iteration, if the caller told FSDP2 the last backward.
         """
-        ...
 
 
 class Lender(Protocol):
@@ -131,7 +126,11 @@ class Lender(Protocol):
 
     def lending(self, index: int, stream: Stream) -> AbstractContextManager[None]:
         """Provide the shards, :attr:`GroupShard.padded`, while ``stream`` reads them inside."""
-        ...
+
+
+_Find = Callable[[], Any]
+"""Returns a watcher or lender, or None once it is gone."""
+_Original = Callable[..., None]
 
 
 class GroupShard:
@@ -238,7 +237,7 @@ class Group:
         )
 
     def _replace(
-        self, args: tuple[Callable[[], object], int, Backend], **methods: Callable[..., None]
+        self, args: tuple[_Find, int, Backend], **methods: Callable[..., None]
     ) -> Callable[[], None]:
         for name, method in methods.items():
             original = getattr(self._raw, name)
@@ -283,12 +282,7 @@ class Group:
     # ------------------------------------------------------------------ the replaced methods
 
     def _unshard(
-        self,
-        find: Callable[[], Watcher | None],
-        index: int,
-        backend: Backend,
-        original: Callable[[bool], None],
-        async_op: bool = False,
+        self, find: _Find, index: int, backend: Backend, original: _Original, async_op: bool = False
     ) -> None:
         watcher, raw = find(), self._raw
         starts = raw._all_gather_result is None and not raw.is_unsharded
@@ -299,13 +293,9 @@ class Group:
             original(async_op)
 
     def _wait_for_unshard(
-        self,
-        find: Callable[[], Watcher | None],
-        index: int,
-        backend: Backend,
-        original: Callable[[], None],
+        self, find: _Find, index: int, backend: Backend, original: _Original
     ) -> None:
-        watcher = find()
+        watcher: Watcher | None = find()
         gathers = watcher is not None and self._raw._all_gather_result is not None
         if gathers and self._world_size == 1:
             watcher.before_gather(index, backend.current_stream())  # type: ignore[union-attr]
@@ -314,14 +304,9 @@ class Group:
             watcher.after_gather(index)  # type: ignore[union-attr]
 
     def _post_backward(
-        self,
-        find: Callable[[], Watcher | None],
-        index: int,
-        backend: Backend,
-        original: Callable[..., None],
-        *unused: Any,
+        self, find: _Find, index: int, backend: Backend, original: _Original, *unused: Any
     ) -> None:
-        watcher = find()
+        watcher: Watcher | None = find()
         if watcher is None:
             original(*unused)
             return
@@ -345,12 +330,7 @@ class Group:
             watcher.after_reduce(index, backend.adopt_event(event), stream, is_last=is_last)
 
     def _lend_to_unshard(
-        self,
-        find: Callable[[], Lender | None],
-        index: int,
-        backend: Backend,
-        original: Callable[[bool], None],
-        async_op: bool = False,
+        self, find: _Find, index: int, backend: Backend, original: _Original, async_op: bool = False
     ) -> None:
         lender, raw = find(), self._raw
         reads = raw._all_gather_result is None and raw.is_sharded and self._world_size > 1
@@ -361,13 +341,7 @@ class Group:
         with lender.lending(index, backend.adopt_stream(streams[0])):
             original(async_op)
 
-    def _lend_to_wait(
-        self,
-        find: Callable[[], Lender | None],
-        index: int,
-        backend: Backend,
-        original: Callable[[], None],
-    ) -> None:
+    def _lend_to_wait(self, find: _Find, index: int, backend: Backend, original: _Original) -> None:
         lender, raw = find(), self._raw
         reads = raw._all_gather_result is not None and raw.is_sharded and self._world_size == 1
         with (
@@ -434,9 +408,7 @@ def _unreduced(fsdp_param: Any) -> list[Tensor]:
     return [g for g in (accumulated, None if held is accumulated else held) if g is not None]
 
 
-def _unwatch(
-    find_raw: Callable[[], Any], find_watcher: Callable[[], Any], names: Iterable[str]
-) -> None:
+def _unwatch(find_raw: _Find, find_watcher: _Find, names: Iterable[str]) -> None:
     """Restore the methods. If other code has replaced ours since, ours stays and passes calls on.
 
     The caller holds this function, which must keep neither the group nor its modules alive.

@@ -68,21 +68,17 @@ class Keeper(Protocol):
 
     def take(self) -> Tensor:
         """Return a copy on the device, for uses on the current stream."""
-        ...
 
     def used(self, shard: Tensor, *, is_shared: bool, is_written: bool = False) -> None:
         """A use of what :meth:`take` gave has ended; ``is_shared``: the caller may write into its
         memory later; ``is_written``: the use has, whether or not its version says so."""
-        ...
 
     def local(self) -> Tensor:
         """Return the values themselves, not a copy: in host memory, or in the copy that the caller
         holds a view of."""
-        ...
 
     def bring_back(self) -> None:
         """Give the parameter its device memory back, for good."""
-        ...
 
 
 def _do_nothing() -> None:

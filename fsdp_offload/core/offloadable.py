@@ -25,11 +25,9 @@ class HostCopies(Protocol):
     def of(self, tensor: Tensor) -> Tensor | None:
         """Return a tensor like ``tensor`` (a DTensor for a DTensor) over the copy of its storage;
         None if it is not offloaded. A reload copies what the caller writes there."""
-        ...
 
     def wait(self) -> None:
         """Block until the copies are complete."""
-        ...
 
 
 class Offloadable(Protocol):
@@ -38,7 +36,6 @@ class Offloadable(Protocol):
     @property
     def is_away(self) -> bool:
         """Whether its device memory is offloaded."""
-        ...
 
     def turn(self, what: str) -> AbstractContextManager[None]:
         """Keep other threads from stepping; an offload or a reload runs inside as a whole.
@@ -46,7 +43,6 @@ class Offloadable(Protocol):
         Raises:
             BusyError: a signal handler called ``what`` in the middle of a step.
         """
-        ...
 
     def prepare_offload(self) -> None:
         """Finish all work, so that memory may be freed.
@@ -55,28 +51,22 @@ class Offloadable(Protocol):
             SpentGradientError: called between a backward that updated parameters and ``step()``.
             LaneError: an earlier update failed.
         """
-        ...
 
     def prepare_reload(self) -> None:
         """Adopt what the caller has written into the state while it was away."""
-        ...
 
     def device_tensors(self) -> Sequence[tuple[str, Tensor]]:
         """List state on the device, with keys that are the same at each call."""
-        ...
 
     def staging_buffers(self) -> Sequence[Tensor]:
         """List device memory whose content does not matter: freed and allocated without a copy."""
-        ...
 
     def set_away(self, copies: HostCopies) -> None:
         """Refuse steps and loads from now on, and show ``copies``: the memory is about to be
         freed."""
-        ...
 
     def set_present(self, arrival: Event | None) -> None:
         """Resume: all memory is back, and its content is valid after ``arrival``."""
-        ...
 
 
 def offloadable_of(optimizer: object) -> Offloadable | None:

@@ -52,20 +52,12 @@ class SpentGradient(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
-        cls._refuse(func, args, kwargs)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> NoReturn:
-        cls._refuse(func, args, kwargs)
-
-    @classmethod
-    def _refuse(cls, func: Any, args: Any, kwargs: Any) -> NoReturn:
         owner = getattr(func, "__self__", None)  # of a property, such as Tensor.shape
         name = getattr(owner if func.__name__ == "__get__" else func, "__name__", str(func))
         found = _find([args, list((kwargs or {}).values())])
         raise _error(name, "a parameter" if found is None else found.fqn)
+
+    __torch_dispatch__ = __torch_function__  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
         """Refuse attributes that only DTensors have."""
