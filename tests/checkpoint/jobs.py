@@ -30,10 +30,9 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer, checkpoint
-from fsdp_offload.update import codec
-from fsdp_offload.update.params import MasterForm, ParamState
 from tests.fsdp import models
 from tests.fsdp.models import Block, Toy, local
+from tests.helpers.compare import master_of
 from tests.helpers.ranks import RankPool
 
 BF16 = torch.bfloat16
@@ -202,11 +201,8 @@ def whole(job: Job) -> dict[str, Any]:
     """Weights, state, masters and options of the whole job by name, gathered; a collective.
 
     State of a parameter that never had a gradient is zeros, as plain optimizers leave it out.
-    fp32 shards are masters themselves; a copy that the host lane has is compared with them.
     """
     names = {p: name for name, p in job.model.named_parameters()}
-    reserved = getattr(job.optimizer, "_reserved", None)  # the wrapper's
-    records = {} if reserved is None else {r.parameter: r for r in reserved.params}
     found: dict[str, Any] = {f"weight {name}": gather(p) for p, name in names.items()}
     state = job.optimizer.state
     for group in job.optimizer.param_groups:
@@ -219,8 +215,8 @@ def whole(job: Job) -> dict[str, Any]:
                 )
             found[f"step {names[p]}"] = float(entry.get("step", 0.0))
             found[f"options {names[p]}"] = options(group)
-            if p in records and (kept := master(records[p], entry)) is not None:
-                found[f"master {names[p]}"] = gather(kept)
+            if any(name.startswith("master") for name in entry):
+                found[f"master {names[p]}"] = master(p, entry)
     return found
 
 
@@ -230,32 +226,10 @@ def options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {k: copy.deepcopy(v) for k, v in sorted(group.items()) if k not in left_out}
 
 
-def master(record: ParamState, entry: Mapping[str, Any]) -> Tensor | None:
-    """The fp32 master of a bf16 parameter, placed like it."""
-    if record.form is MasterForm.WHOLE and record.emits_master:
-        return entry["master"]
-    shard = local(record.parameter)
-    if record.form is MasterForm.REMAINDER:
-        decoded = torch.empty(shard.numel(), dtype=torch.float32)
-        codec.decode(shard.reshape(-1), local(entry["master_remainder"]).reshape(-1), decoded)
-        return placed_like(record.parameter, decoded.view(shard.shape))
-    if record.form is MasterForm.WHOLE:
-        models.check_same(record.tensors["master"], shard.reshape(-1), f"master of {record.fqn}")
-    return None
-
-
-def placed_like(parameter: Tensor, shard: Tensor) -> Tensor:
-    """A DTensor around ``shard``, if ``parameter`` is one."""
-    if not isinstance(parameter, DTensor):
-        return shard
-    return DTensor.from_local(
-        shard,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+def master(parameter: Tensor, entry: Mapping[str, Any]) -> Tensor:
+    """The gathered parameter, or its master; a collective."""
+    kept = {name: gather(v) for name, v in entry.items() if name.startswith("master")}
+    return master_of(gather(parameter), kept)
 
 
 def gather(tensor: Tensor) -> Tensor:

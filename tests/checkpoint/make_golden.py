@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from fsdp_offload import checkpoint
-from fsdp_offload.update import codec
+from tests.helpers.compare import master_of
 from tests.helpers.lanes import in_lanes
 from tests.helpers.ranks import RankPool
 
@@ -97,11 +97,8 @@ def dump(made: Job) -> dict[str, Tensor]:
     for fqn, parameter in model.named_parameters():
         found[fqn] = whole(parameter)
         values = {name: whole(value) for name, value in state[parameter].items()}
-        if (remainder := values.pop("master_remainder", None)) is not None:
-            master = torch.empty(remainder.numel())
-            codec.decode(found[fqn].flatten(), remainder.flatten(), master)
-            values["master"] = master.view(remainder.shape)
-        values.setdefault("master", found[fqn].float())
+        values["master"] = master_of(found[fqn], values).float()
+        values.pop("master_remainder", None)
         found |= {f"{fqn}.{name}": value for name, value in values.items()}
     return {name: value.clone().contiguous() for name, value in found.items()}
 

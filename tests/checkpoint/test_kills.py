@@ -1,16 +1,15 @@
-"""The kill matrix: real processes, killed, on full disks, and two on one path.
+"""The kill matrix: real processes, killed, and two on one path.
 
 ``python -m pytest tests/checkpoint/test_kills.py -m long -s`` does all of it and prints counts: 100
 kills of one process and 50 of one of two ranks with SIGKILL at a seeded file operation of ``save``,
-``async_save``, overwrite and ``keep_last``; 40 full disks; two processes that save to one path for
-60 s. ``test_folder.py`` ends a save at each of its operations, without a process.
+``async_save``, overwrite and ``keep_last``; two processes that save to one path for 60 s.
+``test_folder.py`` ends a save at each of its operations, without a process.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import errno
 import functools
 import itertools
 import os
@@ -199,41 +198,6 @@ def test_a_killed_save_loses_nothing_and_leaves_nothing(
         assert step_of(checkpoint.latest(run), made) == step
         assert not [name for name in os.listdir(run) if name.startswith(".")], (life, left)
     print(f"\nkills, {world} processes: {kills}, {dict(counts)}")
-
-
-def test_full_disks_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
-    """A disk that is full from some byte on, the first of a file or a later one."""
-    chance, made, counts = random.Random(3), job(), collections.Counter[str]()
-    save(tmp_path, made, 1, Life(False, True, 0, 0, True, ""))
-    pwrite, step = os.pwrite, 1
-    for turn in range(40):
-        left = chance.randrange(0, 400_000)
-        life = Life(bool(turn % 2), bool(turn // 2 % 2), 0, 0, bool(turn // 4 % 2), "")
-
-        def limited(descriptor: int, data: Any, offset: int) -> int:
-            nonlocal left
-            if left < len(data):
-                if not left:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                data = memoryview(data)[:left]  # the rest is written, as the kernel does
-            left -= len(data)
-            return pwrite(descriptor, data, offset)
-
-        before = {path.name for path in (tmp_path / "run").iterdir()}
-        with mock.patch.object(os, "pwrite", limited):
-            try:
-                save(tmp_path, made, step + 1, life)
-            except CheckpointError as error:
-                refused = str(error)
-                counts["refused"] += 1
-                assert {path.name for path in (tmp_path / "run").iterdir()} == before
-            else:
-                counts["fitted"] += 1
-                refused, step = "", step + 1
-        assert not refused or "No space left" in refused
-        assert step_of(checkpoint.latest(tmp_path / "run"), made) == step
-    print(f"\nfull disks: {dict(counts)}")
-    assert counts["refused"] >= 30
 
 
 def rival(rank: int, world: int, root: Path, told: Connection) -> None:
