@@ -44,12 +44,7 @@ _ALIGNMENT_BYTES: Final = 64  # alignment of ranges in host memory
 
 
 class SavedRange(MemoryRange):
-    """A memory range that is or was on the device.
-
-    Args:
-        batch: the batch that copies it.
-        tensor: its first saved tensor.
-    """
+    """A memory range that is or was on the device; ``tensor`` is its first saved tensor."""
 
     __slots__ = ("is_written", "original", "shape", "version")
 
@@ -104,8 +99,7 @@ class Batch(Block):
         self.n_bytes += n_bytes
         return made
 
-    def ranges(self) -> list[SavedRange | None]:
-        """Return its ranges; None for those without handles."""
+    def ranges(self) -> list[SavedRange | None]:  # None for those without handles
         return [find() for find in self._ranges]
 
     def leave_freed(self) -> None:
@@ -142,12 +136,7 @@ class Batch(Block):
 class BatchCopies:
     """Streams, host memory, and batches that are moving or offloaded.
 
-    Args:
-        backend: the device's.
-        pool: gives host memory.
-        n_bytes: host memory to take.
-        inflight_bytes: device memory that copies out may hold.
-        share: share of batches to move.
+    ``n_bytes`` of host memory; the rest as for :class:`.ActivationOffload`.
     """
 
     def __init__(

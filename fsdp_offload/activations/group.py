@@ -6,7 +6,6 @@ memory is freed with its last handle, or with the caller's graph (``retain_graph
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,12 +16,11 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core import storage as storages
 from ..core.errors import ActivationError, ConfigError
-from .handles import MemoryRange, SavedTensor, unpack
+from ..core.offloadable import remove_all
+from .handles import MemoryRange, SavedTensor, note_inactive, unpack
 from .offload import ActivationOffload
 from .selection import Rows, View, rows_or_reason
 from .store import Held, RowStore
-
-_log = logging.getLogger("fsdp_offload")
 
 
 class SavedRows:
@@ -35,14 +33,12 @@ class SavedRows:
         self.held: Held | None = None
 
     def add(self, rows: Rows) -> MemoryRange:
-        """Add a range, for :attr:`held`."""
         made = MemoryRange(self.restore)
         self._ranges.append(weakref.ref(made))
         self._row_bytes.append(rows.row_bytes)
         return made
 
     def hold(self, count: Tensor, words: list[Tensor]) -> None:
-        """Copy the rows of all ranges away."""
         self.held = self._store.hold(count, self._capacity, self._row_bytes, words)
 
     def restore(self) -> None:
@@ -109,16 +105,10 @@ class StashGroup:
         outer = getattr(hook, "__self__", None)
         self._outer = outer if isinstance(outer, ActivationOffload) else None
         if hook is not None and self._outer is None and not self._store.is_open:
-            self._store.counts["inactive_groups"] += 1
-            if self._store.counts["inactive_groups"] == 1:
-                _log.info(
-                    "PagedStash: a group does nothing inside activation checkpointing or "
-                    "other hooks for saved tensors"
-                )
+            note_inactive(self._store.counts, "inactive_groups", "a group of a PagedStash")
             return self
         self._store.open()
-        hooks = torch.autograd.graph.saved_tensors_hooks
-        self._hooks = hooks(self._pack, unpack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
         self._hooks.__enter__()
         return self
 
@@ -242,15 +232,11 @@ class Attachment:
 
     def remove(self) -> None:
         """Remove the hooks. Idempotent."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        remove_all(self._handles)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        group = self._make_group()
-        group.__enter__()
-        self._group = group
+        self._group = self._make_group().__enter__()
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _say_rows(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:

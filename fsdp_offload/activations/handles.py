@@ -9,6 +9,8 @@ thread, even during a capture: it appends to a list for later.
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -17,18 +19,16 @@ from torch import Tensor
 from ..core.errors import ActivationError
 from .selection import View
 
+_log = logging.getLogger("fsdp_offload")
+
 
 class MemoryRange:
-    """Memory that several saved tensors may share.
-
-    Args:
-        restore: gives all ranges that were saved together their memory.
-    """
+    """Memory that several saved tensors may share."""
 
     __slots__ = ("__weakref__", "restore", "words")
 
     def __init__(self, restore: Callable[[], None]) -> None:
-        self.restore = restore
+        self.restore = restore  # gives all ranges that were saved together their memory
         self.words: Tensor | None = None  # restored
 
     def restored(self) -> Tensor:
@@ -85,3 +85,12 @@ def written_error(shape: torch.Size, dtype: torch.dtype) -> ActivationError:
         reason="an in-place operation changed it after it was saved for backward",
         remedy="use the out-of-place operation",
     )
+
+
+def note_inactive(counts: Counter[str], key: str, what: str) -> None:
+    """Count a context that does nothing; log the first one."""
+    counts[key] += 1
+    if counts[key] == 1:
+        _log.info(
+            "%s does nothing inside activation checkpointing or other hooks for saved tensors", what
+        )

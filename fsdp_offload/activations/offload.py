@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import weakref
@@ -19,10 +18,8 @@ from ..core.devices import backend_for
 from ..core.errors import ActivationError, ConfigError, DeviceError, check_open, copy_error
 from ..link import HostPool, held_bytes
 from .batches import BatchCopies, SavedRange
-from .handles import SavedTensor, unpack
+from .handles import SavedTensor, note_inactive, unpack
 from .selection import ByteRange, View, span_or_reason
-
-_log = logging.getLogger("fsdp_offload")
 
 BATCH_BYTES: Final = 64 * MIB
 """Least bytes that are copied together: a link needs 4 MiB to be fast."""
@@ -96,7 +93,18 @@ class ActivationOffload:
     ) -> None:
         n_bytes = parse_bytes(host_memory, "host_memory")
         inflight = parse_bytes(inflight_bytes, "inflight_bytes")
-        _check(host_memory, n_bytes, share)
+        if not n_bytes:
+            raise ConfigError(
+                f"host_memory={host_memory!r}",
+                reason="nothing can move without host memory",
+                remedy='give a size such as "48GiB", or use no ActivationOffload',
+            )
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise ConfigError(
+                f"share={share!r}",
+                reason="it must be a number from 0 to 1",
+                remedy="use 1.0 to move everything",
+            )
         found = torch.accelerator.current_accelerator() if device is None else device
         self._backend = backend_for(torch.device(found or "cpu"))
         pool = HostPool("ActivationOffload", self._backend, transfer or TransferConfig())
@@ -129,12 +137,7 @@ class ActivationOffload:
         self._check_usable()
         if storages.saved_tensor_hook() is not None:
             self._hooks.append(None)
-            self._counts["inactive"] += 1
-            if self._counts["inactive"] == 1:
-                _log.info(
-                    "ActivationOffload: does nothing inside activation checkpointing or "
-                    "other hooks for saved tensors"
-                )
+            note_inactive(self._counts, "inactive", "an ActivationOffload")
             return self
         if not self._copies.live():
             self._begin_iteration()  # or continue one that has saved nothing
@@ -240,18 +243,3 @@ class ActivationOffload:
         if not self._is_closed:
             self._is_closed = True
             self._copies.close()
-
-
-def _check(host_memory: object, n_bytes: int, share: object) -> None:
-    if not n_bytes:
-        raise ConfigError(
-            f"host_memory={host_memory!r}",
-            reason="nothing can move without host memory",
-            remedy='give a size such as "48GiB", or use no ActivationOffload',
-        )
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-        raise ConfigError(
-            f"share={share!r}",
-            reason="it must be a number from 0 to 1",
-            remedy="use 1.0 to move everything",
-        )

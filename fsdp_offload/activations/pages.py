@@ -99,7 +99,7 @@ class PagePool:
         return PageTable(record, pages, is_captured)
 
     def take_table(self, n_pages: int, *, to_capture: bool) -> PageTable:
-        """Take a table for up to ``n_pages`` pages, or for all pages of the pool.
+        """Take a table for up to ``n_pages`` pages.
 
         Raises:
             ActivationError: no table for captures is left.
@@ -155,12 +155,11 @@ def claim(
     """Claim pages for rows of several ranges, near ones first: all, or none with a flag set.
 
     Args:
-        pool: that has them.
         table: first releases the pages that it still holds.
         count: integer tensor with one element on the device: rows in use. Below 0 or above
             ``capacity``, it claims none and sets the flag for that.
         capacity: the most rows.
-        row_bytes: bytes per row of each range; up to :data:`.MOST_RANGES`.
+        row_bytes: of each range; up to :data:`.MOST_RANGES`.
     """
     release(pool, table)
     rows, page_bytes = int(count), pool.page_bytes
@@ -213,11 +212,8 @@ def move(
     """Copy the rows in use into the pages (``out``), or back.
 
     Args:
-        pool: that has them.
-        table: with claimed pages.
         words: int64, one per range, with all rows.
-        row_bytes: bytes per row of each range.
-        out: direction.
+        row_bytes: of each range.
     """
     for inside, page in _places(pool, table, words, row_bytes):
         if out:

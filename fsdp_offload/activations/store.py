@@ -30,13 +30,7 @@ TAILS: Final[dict[str, int | None]] = {"undefined": None, "nan": -1, "zero": 0}
 
 
 class ExactRows:
-    """The used rows of one group, in their own memory.
-
-    Args:
-        words: all rows of each range.
-        counts: words of the used rows.
-        n_pages: pages that they would take, for the record; 0 without a record.
-    """
+    """The used rows of one group, in their own memory; ``n_pages``: pages that they would take."""
 
     def __init__(self, words: Sequence[Tensor], counts: Sequence[int], n_pages: int) -> None:
         self.n_pages = n_pages
@@ -99,14 +93,7 @@ Held = ExactRows | PagedRows
 
 
 class RowStore:
-    """State that the groups of one stash share.
-
-    Args:
-        backend: the stash's device.
-        page_bytes: page size, of the pool and of records.
-        tail: a key of :data:`TAILS`.
-        region: holds the pool; tells whether pages may be used.
-    """
+    """State that the groups of one stash share: see :class:`.PagedStash`."""
 
     def __init__(
         self, backend: Backend, page_bytes: int, tail: str, region: FixedAddressRegion | None
@@ -194,10 +181,7 @@ class RowStore:
         """Copy the used rows, on the current stream.
 
         Args:
-            count: number of used rows.
-            capacity: all rows.
-            row_bytes: of each range.
-            words: int64, all rows of each range.
+            words: int64, all rows of each range, used or not.
 
         Raises:
             StashOverflowError: the host knows the count, and it is above the capacity.
@@ -205,7 +189,13 @@ class RowStore:
         """
         pool, n_pages = self.pool, 0
         if self.is_exact:
-            rows = _exact_count(count, capacity)
+            rows = int(count)
+            if not 0 <= rows <= capacity:
+                raise StashOverflowError(
+                    f"{rows} rows of {capacity}",
+                    reason="the buffer is too small, so the dispatcher dropped rows",
+                    remedy="enlarge the buffer, or dispatch again at the true size",
+                )
             n_pages = self._record(GroupRows(rows, capacity, tuple(row_bytes)))
             if pool is None or self._is_paused or pool.n_free() < n_pages:
                 self.counts["exact_groups"] += 1
@@ -270,14 +260,3 @@ class RowStore:
             raise AwayError(
                 "a group of a PagedStash", reason="its region is paused", remedy="call resume()"
             )
-
-
-def _exact_count(count: Tensor, capacity: int) -> int:
-    rows = int(count)
-    if not 0 <= rows <= capacity:
-        raise StashOverflowError(
-            f"{rows} rows of {capacity}",
-            reason="the buffer is too small, so the dispatcher dropped rows",
-            remedy="enlarge the buffer, or dispatch again at the true size",
-        )
-    return rows

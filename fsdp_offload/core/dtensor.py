@@ -463,12 +463,13 @@ def memory_of(parameter: Tensor, storage: torch.UntypedStorage | None = None) ->
 def plain_tensors(tensor: Tensor) -> list[tuple[str, Tensor]]:
     """List the plain tensors inside a tensor, a DTensor or a subclass, each with a name.
 
-    Empty for a tensor without such parts, or whose memory is not strided.
+    Empty for a tensor without such parts, or whose memory is not strided, and for a weight that
+    lives in host memory, which no offload moves.
     """
     if type(tensor) is Tensor and tensor.layout is torch.strided:  # nearly always
         return [("", tensor)]
     if isinstance(tensor, DTensor):
-        return plain_tensors(local(tensor))
+        return [] if keeper_of(with_history(tensor)) else plain_tensors(local(tensor))
     if (known := record_of(tensor)) is not None:
         return [] if known.real is None else [("", known.real)]
     if _is_plain(tensor):

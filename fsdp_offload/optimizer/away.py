@@ -26,7 +26,7 @@ class WeightOwner(Protocol):
     away: list[list[Away]]
     trained: dict[Tensor, Away]
 
-    def turn(self) -> AbstractContextManager[None]: ...
+    def turn(self, reads: int | None = None) -> AbstractContextManager[None]: ...
     def flush(self, index: int) -> None: ...
     def fetch(self, away: Away, host: Tensor, device: Tensor) -> Event | None: ...
     def replace(self, away: Away, device: Tensor) -> None: ...
@@ -125,7 +125,7 @@ class Away:
     @torch.no_grad()
     def take(self) -> Tensor:
         """See :class:`.Keeper`."""
-        with self._weights.turn():
+        with self._weights.turn(self.index):
             return self._copy()
 
     def _copy(self) -> Tensor:
@@ -147,7 +147,7 @@ class Away:
 
     def local(self) -> Tensor:
         """See :class:`.Keeper`."""
-        with self._weights.turn():
+        with self._weights.turn(self.index):
             self.flush()
             if self.kept is not None:  # what has the same memory sees what is written now
                 return self._copy()

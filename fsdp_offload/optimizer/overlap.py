@@ -20,7 +20,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final, Protocol
 
@@ -305,13 +305,18 @@ class Overlap:
                 stream.wait(event)
             if gate.is_taken:
                 self._engine.finish(stream)
-        if gate.is_taken and not self._warned:
+        self.note_read([gate])
+
+    def note_read(self, gates: Iterable[Gate]) -> None:
+        """Warn, once, that shards are read before ``step()`` has ended their updates."""
+        taken = next((gate for gate in gates if gate.is_taken), None)
+        if taken is not None and not self._warned:
             self._warned = True
             warn(
                 'overlap="backward": parameters are read between backward() and step(), and '
                 "backward() has updated some of them (%s, ...). Remedy: read them after step(), "
                 'or use overlap="forward"',
-                gate.params[0].fqn,
+                taken.params[0].fqn,
             )
 
     def _turn_off_in_capture(self) -> None:

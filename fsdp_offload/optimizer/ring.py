@@ -57,10 +57,6 @@ Mark = tuple[int, TimedEvent]
 """Bytes of an iteration stored so far, and the time."""
 
 
-def _passed_at(bucket: RingBucket) -> int:
-    return bucket.passed_at
-
-
 class Ring:
     """All buckets that are updated on the device, in order, through a ring of slots.
 
@@ -306,8 +302,10 @@ class Ring:
             self._unread = Counter(i for bucket in self.buckets for i in bucket.indices)
         self._release()
         while self._head < len(self.order):
-            if self._head >= least and not self._may_enqueue():
-                return
+            if self._head >= least and self.overlap != "step":  # else nothing else is enqueued
+                self._release()
+                if len(self._waiting) >= AHEAD:
+                    return
             bucket = self.buckets[self.order[self._head]]
             self.prefetch()
             if self._start is None and any(work.ready[index] is None for index in bucket.indices):
@@ -327,12 +325,6 @@ class Ring:
             self._step(bucket, gradients, work)
         if self._start is not None:
             self._end()
-
-    def _may_enqueue(self) -> bool:
-        if self.overlap == "step":  # nothing else is to be enqueued meanwhile
-            return True
-        self._release()
-        return len(self._waiting) < AHEAD
 
     def _release(self) -> None:
         """Forget updates that have run, and in backward their gradients."""
@@ -355,8 +347,8 @@ class Ring:
         self.advance(1 + max(map(self._positions.__getitem__, buckets), default=-1))
         stepped = [index for index in buckets if self.buckets[index].updated is not None]
         # The order may have changed since they were updated.
-        last = max((self.buckets[index] for index in stepped), key=_passed_at, default=None)
-        return None if last is None else last.updated
+        last = max(stepped, key=lambda index: self.buckets[index].passed_at, default=None)
+        return None if last is None else self.buckets[last].updated
 
     def prefetch(self) -> None:
         """Fetch the next buckets while slots are free."""

@@ -393,6 +393,7 @@ class Updates:
         """A module's weights are about to be read or written."""
         if self.overlap is not None and self.life.is_ours:
             with self.life.turn("a read of the module's weights", within=SAVE):
+                self.overlap.note_read(self.overlap.gates)
                 self.drain_quietly()
 
     def _drain(self) -> None:

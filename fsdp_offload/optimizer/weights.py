@@ -161,13 +161,16 @@ class Weights:
         return sum(slot.memory.nbytes for slot in self.slots.all)
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        """Inside, no other thread moves weights, and all of their updates are under way.
+    def turn(self, reads: int | None = None) -> Iterator[None]:
+        """Inside, no other thread moves weights, and all of their updates are under way. ``reads``:
+        the group of which the caller reads a weight.
 
         Raises:
             ClosedError: in a forked process, which has not got their memory.
             DeviceError: in a CUDA graph capture.
         """
+        if reads is not None and (updates := self._find_updates()) is not None:
+            updates.note_read([updates.gates[reads]])
         with self._turn(None):
             yield
 

@@ -26,10 +26,7 @@ from .guard import parameters_of
 class Gradients:
     """``.grad`` of all parameters, and gradients that FSDP2 keeps for a later reduction.
 
-    Args:
-        policy: ``None``, ``"drop"``, ``"save"`` or ``"keep"``.
-        groups: the FSDP2 groups of the model.
-        optimizer: its steps consume gradients.
+    ``policy``: see ``grads`` of :class:`.PhaseOffloader`. Steps of ``optimizer`` consume gradients.
     """
 
     def __init__(
@@ -88,8 +85,7 @@ class Gradients:
             reason = "no step() has consumed it since this PhaseOffloader was built"
             remedy = 'call step() first, or zero_grad() to drop it, or build it with grads="save"'
         else:
-            reason = "the PhaseOffloader has no optimizer that holds this parameter, whose step() "
-            reason += "it would see"
+            reason = "no optimizer that holds this parameter was passed"
             remedy = 'call model.zero_grad() first, or build PhaseOffloader with grads="drop"'
         return UnspentGradientError(
             f"offload() with the gradient of {fqn}",

@@ -29,15 +29,10 @@ def _refuse(what: str) -> NoReturn:
 
 
 class ModelGuard:
-    """Installs hooks on all modules of ``models`` from :meth:`close` to :meth:`open`.
-
-    Args:
-        models: with all of their modules.
-        owner: kept alive while closed, because only it can bring the memory back.
-        allows_forward: parameters and gradients stay, so forward and backward work.
-    """
+    """Installs hooks on all modules of ``models`` from :meth:`close` to :meth:`open`."""
 
     def __init__(self, models: Sequence[nn.Module], owner: object, *, allows_forward: bool) -> None:
+        # Hooks keep the owner alive: only it can bring the memory back.
         self._models, self._owner, self._allows_forward = models, owner, allows_forward
         self._handles: list[RemovableHandle] = []
         self._copies: HostCopies | None = None
@@ -90,11 +85,7 @@ class ModelGuard:
 
 
 class PlainOptimizer:
-    """Any ``torch.optim.Optimizer`` as an :class:`.Offloadable`.
-
-    Args:
-        optimizer: not a :class:`HybridDeviceOptimizer`.
-        backend: of its device.
+    """Any other ``torch.optim.Optimizer`` as an :class:`.Offloadable`.
 
     Raises:
         ConfigError: it lacks torch's hooks.

@@ -27,7 +27,7 @@ from ..core.errors import (
 )
 from ..core.fsdp import find_groups
 from ..core.interrupts import defer_sigint
-from ..core.offloadable import offloadable_of, remove_all
+from ..core.offloadable import Offloadable, offloadable_of, remove_all
 from ..link import address_range, held_bytes
 from ..link.block import OwnedBlock, StorageBlock, collect, in_order
 from ..link.transfer import Figures, Handle, Transfer
@@ -152,7 +152,8 @@ class PhaseOffloader:
         saved = ", ".join(kind for kind in kinds if self._policies[kind] == "save") or "nothing"
         self._transfer = Transfer(backend, transfer, f"PhaseOffloader: {saved}", empties_cache=True)
         self._guard = ModelGuard(models, self, allows_forward=params == "keep" and grads != "save")
-        self._is_away = self._is_closed = self._moves_optimizer = False
+        self._moved: Offloadable | None = None  # the optimizer, if this one has offloaded it
+        self._is_away = self._is_closed = False
         self._pid, self._cycles = os.getpid(), 0
         with defer_sigint():
             self._reserve()
@@ -202,24 +203,24 @@ class PhaseOffloader:
         """
         self._check()
         with self._turn("offload()"), storages.span("offload"):
-            self._offload()
+            if not self._is_away:
+                self._offload()
         return self._transfer.last(wait=wait)
 
     def _offload(self) -> None:
-        if not self._is_away:
-            optimizer = self._optimizer
-            # Another offloader may have offloaded it, and then reloads it.
-            self._moves_optimizer = optimizer is not None and not optimizer.is_away
-            self._prepare()
-            parameters = self._parameters()
-            self._gradients.check(parameters)
-            self._transfer.out(self._blocks(parameters), self._staging())
-            # All copies are enqueued; the rest only records that, and cannot fail.
-            self._is_away = True
-            self._guard.close(self._transfer)
-            if self._moves_optimizer and optimizer is not None:
-                optimizer.set_away(self._transfer)
-            self._gradients.drop(parameters)
+        # Another offloader may have offloaded the optimizer, and then reloads it.
+        is_mine = self._optimizer is not None and not self._optimizer.is_away
+        self._moved = self._optimizer if is_mine else None
+        self._prepare()
+        parameters = self._parameters()
+        self._gradients.check(parameters)
+        self._transfer.out(self._blocks(parameters), self._staging())
+        # All copies are enqueued; the rest only records that, and cannot fail.
+        self._is_away = True
+        self._guard.close(self._transfer)
+        if self._moved is not None:
+            self._moved.set_away(self._transfer)
+        self._gradients.drop(parameters)
 
     def _turn(self, what: str) -> contextlib.AbstractContextManager[None]:
         optimizer = self._optimizer
@@ -245,8 +246,7 @@ class PhaseOffloader:
     def _reload(self, wait: bool, free_more: Callable[[], bool] | None = None) -> Handle:
         self._check()
         if self._is_away:
-            optimizer = self._optimizer if self._moves_optimizer else None
-            if optimizer is not None:
+            if (optimizer := self._moved) is not None:
                 optimizer.prepare_reload()
             handle = self._transfer.back(free_more)
             self._is_away = False
@@ -359,10 +359,9 @@ class PhaseOffloader:
         }
 
     def _staging(self) -> list[StorageBlock]:
-        optimizer = self._optimizer if self._moves_optimizer else None
-        if optimizer is None or self._policies["state"] == "keep":
+        if self._moved is None or self._policies["state"] == "keep":
             return []
-        return collect(("staging", tensor) for tensor in optimizer.staging_buffers())
+        return collect(("staging", tensor) for tensor in self._moved.staging_buffers())
 
     def _tensors(self, kind: str, parameters: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
         if kind == "grads":

@@ -34,13 +34,8 @@ ROW_BYTES: Final = 512 << 20
 
 
 class FixedMemory:
-    """Address ranges of a device, added as needed.
-
-    Args:
-        name: prefix of the keys of all chunks.
-        device: CUDA or the CPU.
-        chunk_bytes: memory is mapped and unmapped in chunks of this size.
-        owner: the offloader whose storages move in; None for tensors of a region.
+    """Address ranges of a device, added as needed, for tensors of a region or for storages of an
+    ``owner``, a PhaseOffloader.
 
     Raises:
         DeviceError: the device cannot keep addresses.
@@ -54,11 +49,6 @@ class FixedMemory:
         self._owner = None if owner is None else weakref.ref(owner)
         # With the storages that moved in.
         self.ranges: dict[AddressRange, list[torch.UntypedStorage]] = {}
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of all ranges, mapped or not."""
-        return sum(each.n_bytes for each in self.ranges)
 
     def blocks(self) -> list[Chunk]:
         """Return all chunks."""
@@ -82,11 +72,11 @@ class FixedMemory:
     def move_in(self, found: Iterable[OwnedBlock]) -> None:
         """Move storages into the ranges, with their content, on the current stream.
 
+        After an error, moved storages stay until :meth:`move_out`.
+
         Raises:
-            torch.OutOfMemoryError: not enough memory for another row; moved storages stay here
-                until :meth:`move_out`.
-            DeviceError: this torch, or its allocator's settings, cannot do it; moved storages stay,
-                too.
+            torch.OutOfMemoryError: not enough memory for another row.
+            DeviceError: this torch, or its allocator's settings, cannot do it.
         """
         if not storages.can_swap():
             if self._device.type == "cpu":
@@ -256,7 +246,7 @@ class FixedAddressRegion:
     @property
     def n_bytes(self) -> int:
         """Bytes of the whole region, mapped or not."""
-        return self._memory.n_bytes
+        return sum(each.n_bytes for each in self._memory.ranges)
 
     @defer_sigint()
     def empty(self, shape: int | Sequence[int], *, dtype: torch.dtype | None = None) -> Tensor:

@@ -228,10 +228,8 @@ def gradients_fit(state: int, weights: int, allowed: int | None, total: int) -> 
         allowed: bytes for all of it; None: state gives way to gradients, and activations get half
             of the device.
     """
-    gradients = weights
-    if allowed is None:
-        return 2 * (weights + gradients) <= total
-    return state + weights + gradients <= allowed
+    both = 2 * weights
+    return 2 * both <= total if allowed is None else state + both <= allowed
 
 
 def most_slots(allowed: int, slot_bytes: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import gc
@@ -27,26 +26,11 @@ from fsdp_offload.link import held_bytes
 from fsdp_offload.update.bucket import BucketUpdate
 from tests.fsdp import models
 from tests.fsdp.models import Ranks, check, check_same
-from tests.fsdp.test_overlap import loss_of, mesh_of
-from tests.fsdp.test_whole_model import twice
+from tests.fsdp.test_overlap import loss_of
+from tests.fsdp.test_whole_model import build, compare, fail_in_backward, twice, wrap
 
 FP32, BF16 = torch.float32, torch.bfloat16
 STEPS = 4
-
-
-def build(
-    size: int, *, dtype: torch.dtype = FP32, hybrid: bool = False, together: int = 1, **options: Any
-) -> Any:
-    torch.manual_seed(0)
-    model = models.Toy().to(dtype)
-    return models.shard(model, mesh_of(size, hybrid), together=together, **options)
-
-
-def wrap(model: Any, **options: Any) -> HybridDeviceOptimizer:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    inner = torch.optim.AdamW(trained, lr=0.02, weight_decay=0.1)
-    options = {"transfer": models.TRANSFER, "device_memory": 0, "offload": "all", **options}
-    return HybridDeviceOptimizer(inner, model, **options)
 
 
 def gradients(model: Any) -> list[Any]:
@@ -119,16 +103,6 @@ def average(model: Any, kept: dict[str, Tensor]) -> list[Any]:
     return list(kept.values())
 
 
-def fail(model: Any) -> list[Any]:
-    """A backward that raises in the middle."""
-    handle = model.blocks[1].up.register_full_backward_hook(lambda *_: 1 / 0)
-    with contextlib.suppress(ZeroDivisionError):
-        loss_of(model, 77).backward()
-    handle.remove()
-    model.reset_iter_state() if hasattr(model, "reset_iter_state") else model.reshard()
-    return []
-
-
 BETWEEN: dict[str, Callable[..., list[Any]]] = {
     "": lambda model: [],
     "clip": clip,
@@ -139,7 +113,7 @@ BETWEEN: dict[str, Callable[..., list[Any]]] = {
     "write": write,
     "clip by value": by_value,
     "some are missing": drop_some,
-    "backward fails": fail,
+    "backward fails": lambda model: fail_in_backward(model, 7),
     "layers called twice": lambda model: [*twice(model, 5), *clip(model)],
 }
 
@@ -198,8 +172,7 @@ def train_both(
     check(len(found) == len(expected), "something else was seen")
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):
         check_same(one, other, f"seen: {index}")
-    for pair in zip(mine.state_dict().items(), plain.state_dict().values(), strict=True):
-        check_same(pair[0][1].full_tensor(), pair[1].full_tensor(), pair[0][0])
+    compare(mine, plain, "weights")
     optimizer.close()
 
 
@@ -333,8 +306,7 @@ def two_phases() -> None:
             optimizer.zero_grad()
         phases.close()
         optimizer.close()
-    for one, other in zip(mine.parameters(), plain.parameters(), strict=True):
-        check_same(one.full_tensor(), other.full_tensor(), "a weight")
+    compare(mine, plain, "a weight")
 
 
 def one_copy() -> None:
@@ -419,8 +391,7 @@ def no_room_in_step() -> None:
                 optimizer.step()
         optimizer.step()
         optimizer.close()
-    for one, other in zip(mine.parameters(), plain.parameters(), strict=True):
-        check_same(one.full_tensor(), other.full_tensor(), "a weight")
+    compare(mine, plain, "a weight")
 
 
 def update_fails() -> None:
@@ -444,8 +415,7 @@ def update_fails() -> None:
         loss_of(model, 1).backward()
         each.step()
         each.close()
-    for one, other in zip(mine.parameters(), plain.parameters(), strict=True):
-        check_same(one.full_tensor(), other.full_tensor(), "a weight")
+    compare(mine, plain, "a weight")
 
 
 def stay(options: dict[str, Any]) -> None:

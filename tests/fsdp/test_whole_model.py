@@ -691,7 +691,10 @@ def offload_in_phases(params: str) -> None:
         model = build(dist.get_world_size())
         optimizer = wrap(model, offload=offload)
         step(model, optimizer, 0)
+        slots = optimizer._updates.weights.slots if offload == "all" else None
+        held = slots and dict(slots.held)  # fetched for the next gathers
         phases = PhaseOffloader(model, optimizer, params=params)
+        check(slots is None or (repr(phases) != "" and held == slots.held), "weights stay fetched")
         phases.offload()
         phases.reload()
         found.append([step(model, optimizer, 1), *whole(model).values()])

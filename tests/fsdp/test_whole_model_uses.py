@@ -133,6 +133,34 @@ def test_a_class_of_whole_matrices_keeps_its_weights_with_a_warning(ranks: Ranks
     assert "stay on the device: Muon does not update element by element" in text
 
 
+def warn_of_early_reads(offload: str) -> list[str]:
+    """Weights are read before ``step()``, twice, and after it."""
+    said: list[str] = []
+    model = build(1)
+    optimizer = wrap(model, offload=offload, overlap="backward")
+    with mock.patch(
+        "fsdp_offload.optimizer.overlap.warn", lambda text, *args: said.append(text % args)
+    ):
+        for index in range(2):
+            loss_of(model, index).backward()
+            if index:
+                whole(model)
+                whole(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            whole(model)
+            check(len(said) == index, str(said))
+    optimizer.close()
+    return said
+
+
+@pytest.mark.parametrize("offload", ["state", "all"])
+def test_a_read_before_the_step_is_warned_of_once(ranks: Ranks, offload: str) -> None:
+    [[text]] = ranks(1).run(warn_of_early_reads, offload)
+
+    assert "backward() has updated some of them" in text
+
+
 # --------------------------------------------------------------------------- averages
 
 

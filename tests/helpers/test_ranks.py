@@ -25,22 +25,6 @@ def fragile() -> Iterator[RankPool]:
         yield pool
 
 
-def rank_and_sum(values: torch.Tensor, *, factor: int) -> tuple[int, torch.Tensor]:
-    total = values * factor + dist.get_rank()
-    dist.all_reduce(total)
-    return dist.get_rank(), total
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_results_come_back_in_rank_order(ranks: Ranks, world_size: int) -> None:
-    results = ranks(world_size).run(rank_and_sum, torch.arange(3), factor=10)
-
-    assert [rank for rank, _ in results] == list(range(world_size))
-    expected = world_size * 10 * torch.arange(3) + sum(range(world_size))
-    for _, total in results:
-        assert torch.equal(total, expected)
-
-
 def process_facts() -> tuple[int, int, float, float, str]:
     draw = torch.rand(()).item()
     return os.getpid(), torch.get_num_threads(), draw, torch.rand(()).item(), os.getcwd()

@@ -20,7 +20,7 @@ from fsdp_offload import (
     TransferConfig,
     checkpoint,
 )
-from fsdp_offload.core.errors import ConfigError, DeviceMemoryError, HostMemoryError
+from fsdp_offload.core.errors import DeviceMemoryError, HostMemoryError
 from fsdp_offload.link import held_bytes
 
 N_BYTES = 2 << 20
@@ -89,17 +89,6 @@ def test_it_bounds_the_sum_whatever_it_was_given_to(job: Job, given: str, second
         assert part in str(caught.value)
     first.close()
     make(job, second)
-
-
-@pytest.mark.parametrize("second", [name for name in HOLDERS if name != "save"])
-def test_two_values_are_refused(job: Job, second: str) -> None:
-    first = PhaseOffloader(nn.Linear(4, 4), transfer=TransferConfig(host_memory="8MiB"))
-    same = make(job, second, TransferConfig(host_memory=8 << 20))
-    same.close()
-    with pytest.raises(ConfigError, match=r"='9MiB' of .*: PhaseOffloader: .* has '8MiB'"):
-        make(job, second, TransferConfig(host_memory="9MiB"))
-    first.close()
-    make(job, second, TransferConfig(host_memory="9MiB")).close()
 
 
 def test_a_failed_attempt_leaves_no_bound(job: Job) -> None:

@@ -7,8 +7,6 @@ from torch import Tensor
 from fsdp_offload.update import codec
 
 REMAINDERS = (-32768, -32767, -1, 0, 1, 32766, 32767)
-NANS = (0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFF800001, 0x7FC00000, 0x7FBF8000, 0xFFFF8000)
-LARGEST = 0x7F7FFFFF
 BLOCK = 1 << 18
 
 
@@ -95,33 +93,6 @@ def test_ties_round_away_from_zero_and_are_exact() -> None:
     assert bool((remainder == -32768).all())
     assert bool((value.double().abs() > master.double().abs())[number].all())
     assert bool((value.double().sign() == master.double().sign())[number].all())
-
-
-@pytest.mark.parametrize("sign", [0, 0x80000000])
-def test_denormals_zeros_infinity_and_the_largest_numbers(sign: int) -> None:
-    special = [0, 1, 2, 0x7FFF, 0x8000, 0x8001, 0x7F8000, 0x7FFFFF, 0x800000, 0x7F800000]
-    overflow = [LARGEST, 0x7F7F8000]  # from the tie on, the nearest value is infinity
-    master = from_bits(torch.tensor([bits + sign for bits in (*special, *overflow, 0x7F7F7FFF)]))
-    check_round_trip(master)
-    value, _ = encoded(master)
-    assert value[-3:].isinf().tolist() == [True, True, False]
-    assert bool(value[len(special) - 1].isinf())
-    assert bool((value.signbit() == bool(sign)).all())
-    assert value.view(torch.int16)[:4].bitwise_and(0x7FFF).tolist() == [0, 0, 0, 0]
-    assert value.view(torch.int16)[4:6].bitwise_and(0x7FFF).tolist() == [1, 1]
-
-
-@pytest.mark.parametrize("pattern", NANS, ids=hex)
-def test_nan_patterns_stay_nan(pattern: int) -> None:
-    master = from_bits(torch.tensor([pattern]))
-    assert bool(master.isnan())
-    value, remainder = encoded(master)
-    assert bool(value.isnan())
-    for _ in range(5):  # its payload may change from step to step, nothing else
-        master = decoded(value, remainder)
-        assert bool(master.isnan())
-        value, remainder = encoded(master)
-        assert bool(value.isnan())
 
 
 def test_a_sample_of_every_exponent_is_exact_and_within_half_an_ulp() -> None:
