@@ -522,36 +522,6 @@ def test_a_view_across_a_load(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(load_below_a_view, str(tmp_path))
 
 
-def save_and_load(folder: str, saved: str, loaded: str) -> None:
-    """With this package's checkpoints, into another mode; asynchronously too."""
-    made = []
-    for offload in (saved, loaded):
-        model = build(dist.get_world_size())
-        made.append((model, wrap(model, offload=offload)))
-    (first, optimizer), (second, other) = made
-    step(first, optimizer, 0)
-    load_plain(first, "")
-    checkpoint.save(f"{folder}/a", first, optimizer)
-    handle = checkpoint.async_save(f"{folder}/b", first, optimizer)
-    expected = whole(first)
-    losses = [step(first, optimizer, 1)]
-    handle.result()
-    for path in ("a", "b"):
-        step(second, other, 5)
-        load_plain(second, "")
-        checkpoint.load(f"{folder}/{path}", second, other)
-        check(same_parts(list(whole(second).values()), list(expected.values())), path)
-        check([step(second, other, 1)] == losses, f"the step after {path}")
-        compare(second, first, path)
-    optimizer.close()
-    other.close()
-
-
-@pytest.mark.parametrize(("saved", "loaded"), [("all", "all"), ("all", "state"), ("state", "all")])
-def test_checkpoints_of_this_package(ranks: Ranks, saved: str, loaded: str, tmp_path: Path) -> None:
-    ranks(2).run(save_and_load, str(tmp_path), saved, loaded)
-
-
 # --------------------------------------------------------------------------- from start to end
 
 
@@ -719,20 +689,6 @@ def fork() -> None:
     optimizer.close()
 
 
-def export(folder: str) -> None:
-    found = []
-    for offload in ("state", "all"):
-        model = build(dist.get_world_size())
-        optimizer = wrap(model, offload=offload)
-        step(model, optimizer, 0)
-        checkpoint.export_safetensors(model, f"{folder}/{offload}", optimizer=optimizer)
-        optimizer.close()
-        dist.barrier()
-        files = sorted(Path(f"{folder}/{offload}").rglob("*.safetensors"))
-        found.append([file.read_bytes() for file in files])
-    check(found[0] == found[1] and found[0], "exported")
-
-
 def fetch_again() -> None:
     """After Ctrl-C in a fetch, what the slot has is not taken for the group's."""
     model = build(dist.get_world_size())
@@ -804,7 +760,3 @@ def copy_parameters() -> None:
 )
 def test_from_start_to_end(ranks: Ranks, job: Any, arguments: tuple[str, ...]) -> None:
     ranks(2).run(job, *arguments)
-
-
-def test_export(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(2).run(export, str(tmp_path))
