@@ -34,11 +34,7 @@ LEAD_IN: Final = 4
 
 
 def measure(
-    trainer: Trainer,
-    batches: Sequence[tuple[Tensor, Tensor]],
-    warm_up: int,
-    iterations: int,
-    micro_batches: int = 1,
+    trainer: Trainer, batches: Sequence[tuple[Tensor, Tensor]], warm_up: int, iterations: int
 ) -> Row:
     """Train ``warm_up`` and ``LEAD_IN`` iterations, then ``iterations`` timed ones."""
     device = batches[0][0].device
@@ -52,11 +48,10 @@ def measure(
             if index >= first:
                 points.append(stream.record_timed())
 
-        for micro in range(index * micro_batches, (index + 1) * micro_batches):
-            loss = trainer.model(*batches[micro % len(batches)])
-            mark()
-            loss.backward()
-            mark()
+        loss = trainer.model(*batches[index % len(batches)])
+        mark()
+        loss.backward()
+        mark()
         losses[index].copy_(loss.detach())
         trainer.clip()
         trainer.optimizer.step()
@@ -79,9 +74,8 @@ def measure(
         train(index)
     enqueued = time.perf_counter()
     finish(trainer, device)
-    row = times_ms(points, micro_batches) | {
-        "host_ms": 1e3 * (enqueued - began) / (LEAD_IN + iterations)
-    }
+    row = times_ms(points)
+    row["host_ms"] = 1e3 * (enqueued - began) / (LEAD_IN + iterations)
     if device.type == "cuda":
         row["device_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
         row["device_reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
@@ -96,16 +90,14 @@ def finish(trainer: Trainer, device: torch.device) -> None:
     machine.synchronize(device)
 
 
-def times_ms(points: Sequence[TimedEvent], micro_batches: int = 1) -> Row:
+def times_ms(points: Sequence[TimedEvent]) -> Row:
     """Compute medians of iterations and their parts; the device has passed all points."""
     spans = [one.elapsed_time(other) for one, other in pairwise(points)]
-    size = 2 * micro_batches + 1
-    whole = [spans[start : start + size] for start in range(0, len(spans), size)]
-    passes = [[sum(each[i:-1:2]) for each in whole] for i in range(2)]
-    parts = dict(zip(PARTS, [*passes, [each[-1] for each in whole]], strict=True))
-    totals = [sum(span) for span in whole]
+    parts = [spans[start :: len(PARTS)] for start in range(len(PARTS))]
+    totals = [sum(each) for each in zip(*parts, strict=True)]
     row: Row = {"iteration_ms": statistics.median(totals)}
-    row |= {f"{name}_ms": statistics.median(span) for name, span in parts.items()}
+    for name, times in zip(PARTS, parts, strict=True):
+        row[f"{name}_ms"] = statistics.median(times)
     return row | {"iterations_ms": [round(total, 2) for total in totals]}
 
 
@@ -133,8 +125,7 @@ def run_row(
     trainer = None
     try:
         trainer = make_trainer(case, job, batches[0][0].device)
-        counts = options.warm_up, options.iterations, options.micro_batches
-        row |= measure(trainer, batches, *counts)
+        row |= measure(trainer, batches, options.warm_up, options.iterations)
         if case.kind in OURS:
             figures = trainer.optimizer.statistics()
             names = "host_arena_bytes", "host_weight_bytes", "host_gradient_bytes"
@@ -187,7 +178,7 @@ def run_rows(options: argparse.Namespace) -> Row:
             found = [row | derived(row, rows) for row in rows]
             report = machine.publish(device, job, found, link, options.json)
             if dist.get_rank() == 0:
-                print(line_of(found[-1], ITERATIONS), flush=True)
+                print(line_of(found[-1]), flush=True)
         if dist.get_rank() == 0:
             print(markdown_table(report, ITERATIONS), flush=True)
     return report
@@ -246,9 +237,9 @@ def describe(report: Mapping[str, Any]) -> str:
     return f"{', '.join(words)}. Link, GB/s: {' / '.join(ways)} (in / out / both)."
 
 
-def line_of(row: Mapping[str, Any], columns: Columns) -> str:
+def line_of(row: Mapping[str, Any]) -> str:
     """Format one row as a line, printed as soon as it is done."""
     if row["status"] != "ok":
         return f"{row['name']}: {row['status']}: {row['reason']}"
-    cells = [(head, _cell(row, key, form)) for head, key, form in columns]
+    cells = [(head, _cell(row, key, form)) for head, key, form in ITERATIONS]
     return f"{row['name']}: " + "; ".join(f"{head} {text}" for head, text in cells if text)

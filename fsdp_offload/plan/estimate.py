@@ -222,9 +222,6 @@ def _divide(state: float, allowed: float) -> tuple[float, float]:
 def fewest_gpus(model: Model, work: Workload, memory_bytes: int) -> int | None:
     """Find the smallest power of two of GPUs that hold the job; None if :data:`MOST_GPUS` do
     not."""
-    gpus = 1
-    while gpus <= MOST_GPUS:
-        if estimate(model, replace(work, gpus=gpus), memory_bytes).fits:
-            return gpus
-        gpus *= 2
-    return None
+    counts = (2**n for n in range(MOST_GPUS.bit_length()))
+    fitting = (n for n in counts if estimate(model, replace(work, gpus=n), memory_bytes).fits)
+    return next(fitting, None)

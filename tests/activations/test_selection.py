@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_offload import PagedStash
-from fsdp_offload.activations.selection import Rows, View, rows_or_reason
+from fsdp_offload.activations.selection import (
+    ByteRange,
+    Rows,
+    View,
+    rows_or_reason,
+    span_or_reason,
+)
 from tests.activations.moe import CPU
 
 CAPACITY = 8
@@ -91,6 +97,38 @@ KEPT: dict[str, tuple[Callable[[], Tensor], str]] = {
     "no aligned address": (lambda: torch.zeros(8 * 4 + 1)[1:].view(8, 4),
                            "rows of no multiple of 16 bytes"),
 }  # fmt: skip
+
+
+SPANS: dict[str, tuple[Callable[[], Tensor], ByteRange | str]] = {
+    "all": (lambda: torch.zeros(8, 16), ByteRange(0, 512)),
+    "transposed": (lambda: torch.zeros(16, 8).t(), ByteRange(0, 512)),
+    "rows": (lambda: torch.zeros(32, 16)[8:16], ByteRange(512, 1024)),
+    "a chunk": (lambda: torch.zeros(8, 32).chunk(2, -1)[1], ByteRange(0, 1024)),
+    "a chunk that was detached": (
+        lambda: torch.zeros(8, 32).chunk(2, -1)[0].detach(),
+        ByteRange(0, 1024),
+    ),
+    "a chunk of rows": (lambda: torch.zeros(32, 32)[8:16].chunk(2, -1)[1], ByteRange(1088, 2048)),
+    "expanded": (lambda: torch.zeros(1, 128).expand(8, 128), ByteRange(0, 512)),
+    "not aligned": (lambda: torch.zeros(129)[1:], ByteRange(0, 516)),
+    "small": (lambda: torch.zeros(127), "small"),
+    "empty": (lambda: torch.zeros(0, 16), "small"),
+    "negative": (lambda: torch.zeros(128, dtype=torch.complex64).conj().imag, "a subclass"),
+}
+
+
+@pytest.mark.parametrize("name", SPANS)
+def test_spans(name: str) -> None:
+    make, expected = SPANS[name]
+    tensor = make()
+    span = span_or_reason(tensor, CPU, 512)
+    assert span == expected
+    if isinstance(span, ByteRange):
+        words = torch.zeros(span.end_bytes - span.start_bytes, dtype=torch.uint8)
+        view = View.of(tensor, span).over(words)
+        assert (view.shape, view.stride()) == (tensor.shape, tensor.stride())
+        view.fill_(1)
+        assert bool((view == 1).all())
 
 
 @pytest.mark.parametrize("name", KEPT)

@@ -108,30 +108,20 @@ def test_what_overflowed_is_repeated_exactly(whole: bool) -> None:
     assert stash._store.n_live == 0
 
 
-def test_more_rows_than_the_buffer_has() -> None:
+@pytest.mark.parametrize(("rows", "what"), [(70, "70 rows beyond"), (-7, "a count below 0")])
+def test_a_count_that_no_buffer_has(rows: int, what: str) -> None:
     stash = prepared(device_bytes="64KiB")
-    x, count = torch.randn(40, 16, requires_grad=True), torch.tensor(70)
+    x, count = torch.randn(40, 16, requires_grad=True), torch.tensor(rows)
 
     def forward(retry: bool) -> Tensor:
         with stash.group(x, count):
             return x.sin()
 
-    with pytest.raises(StashOverflowError, match="70 rows of 40"):
+    with pytest.raises(StashOverflowError, match=f"{rows} rows of 40"):
         stash.run(forward)  # whose repetition has the same buffer
     forward(False)
-    with pytest.raises(StashOverflowError, match="70 rows beyond"):
+    with pytest.raises(StashOverflowError, match=what):
         stash.check()
-    with stash.exact(), pytest.raises(StashOverflowError, match="70 rows of 40"):
-        forward(True)
-
-
-def test_a_count_below_zero() -> None:
-    stash, x = prepared(device_bytes="64KiB"), torch.randn(40, 16, requires_grad=True)
-    with stash.group(x, torch.tensor(-7)):
-        y = x.sin()
-    with pytest.raises(StashOverflowError, match="a count below 0"):
-        stash.check()
-    del y
 
 
 def test_a_dispatcher_that_dropped_rows_gets_its_repetition() -> None:
@@ -253,19 +243,12 @@ def test_a_margin_below_one(margin: float) -> None:
         PagedStash(CPU, "1MiB").prepare(margin=margin)
 
 
-def test_no_room_on_the_host_or_the_device_takes_nothing() -> None:
+def test_no_room_on_the_host_takes_nothing() -> None:
     stash = PagedStash(CPU, "64KiB", host_bytes="900TiB", **SIZES)
     with pytest.raises(HostMemoryError):
         stash.prepare()
-    other = PagedStash(CPU, "64KiB", **SIZES)
-    with (
-        mock.patch.object(torch, "empty", side_effect=torch.OutOfMemoryError("full")),
-        pytest.raises(DeviceMemoryError),
-    ):
-        other.prepare()
-    for each in (stash, other):
-        assert each.statistics().device_pages == 0
-        moe.gradients(moe.model().use(each), moe.batch(0))  # still exact
+    assert stash.statistics().device_pages == 0
+    moe.gradients(moe.model().use(stash), moe.batch(0))  # still exact
 
 
 @pytest.mark.parametrize("fails", ["_take_pool", "_add_tables"])

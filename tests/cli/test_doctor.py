@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from fsdp_offload.cli import checks, doctor
-from fsdp_offload.cli.check import Check, attempt, worst
+from fsdp_offload.cli.check import Check, attempt
 from fsdp_offload.cli.main import main
 from fsdp_offload.core import devices
 from fsdp_offload.core.errors import PinningError
-from fsdp_offload.core.fsdp_names import NAMES, TORCH_RUN
+from fsdp_offload.core.fsdp_names import NAMES
 from fsdp_offload.link.budget import HostMemory
 
 GIB = 1 << 30
@@ -248,13 +248,6 @@ def test_a_check_that_fails_is_not_known_and_ends_nothing() -> None:
     check(attempt("link", broken), "warning", "the check failed: RuntimeError: no link")
 
 
-def test_the_worst_state() -> None:
-    ok, warning, error = (Check("", state, "") for state in ("ok", "warning", "error"))  # type: ignore[arg-type]
-    assert worst([ok]) == "ok"
-    assert worst([ok, warning]) == "warning"
-    assert worst([warning, error, ok]) == "error"
-
-
 NAMES_OF_CHECKS = ["torch", "FSDP2", "device", "host memory", "NUMA"]
 
 
@@ -285,7 +278,3 @@ def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     found = capsys.readouterr()
     assert found.err.startswith("fsdp-offload: --device 99: torch sees ")
     assert found.err.count("\n") == 1
-
-
-def test_the_range_of_the_package_is_what_is_asked() -> None:
-    assert checks.check_torch(f"{TORCH_RUN[0]}.0", TORCH_RUN).state == "ok"

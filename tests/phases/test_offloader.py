@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from fsdp_offload import PhaseOffloader, TransferConfig, checkpoint, swap
+from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, TransferConfig, checkpoint, swap
 from fsdp_offload.core.errors import (
     AwayError,
     ClosedError,
@@ -594,14 +594,18 @@ def failing(call: Callable[[Any], Any], at: int, error: BaseException) -> Callab
     return fail
 
 
-@pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.ParameterList, Optimizer]:
+@pytest.fixture(params=["plain", "hybrid"])
+def trained(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> tuple[nn.ParameterList, Optimizer]:
     """A job that moves in several batches and chunks."""
     monkeypatch.setattr(transfer, "BATCH_BYTES", 1 << 20)
     monkeypatch.setattr(transfer, "AHEAD_BYTES", 2 << 20)
     monkeypatch.setattr(address_range, "CHUNK_BYTES", 1 << 19)
     model = nn.ParameterList([nn.Parameter(torch.randn(n)) for n in (9, 300_000, 600_000, 5)])
     optimizer = sgd(model.parameters())
+    if request.param == "hybrid":
+        optimizer = HybridDeviceOptimizer(optimizer, model, offload_fraction=0.5)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()

@@ -16,7 +16,6 @@ from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 from fsdp_offload import (
     AwayError,
     ClosedError,
-    DeviceMemoryError,
     HybridDeviceOptimizer,
     LaneError,
     PhaseOffloader,
@@ -24,16 +23,13 @@ from fsdp_offload import (
 )
 from fsdp_offload.core.backend import copy_all
 from fsdp_offload.link import HostRange
-from fsdp_offload.link.block import StorageBlock
-from fsdp_offload.optimizer.engine import Engine
 from tests.away import model_away, optimizer_alone
 from tests.helpers.compare import assert_same, bits
 from tests.helpers.lanes import in_lanes
 from tests.helpers.side_by_side import MATRICES, SHAPES, SMALL, two_groups
 from tests.helpers.simulator import ADVERSARIES, StreamSimulator
 
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-ALL = [True] * len(SHAPES)
+FP32, BF16 = torch.float32, torch.bfloat16
 MIXED = tuple(("resident", "streamed", "host")[i % 3] for i in range(len(SHAPES)))
 
 
@@ -76,22 +72,15 @@ def device_bytes(optimizer: HybridDeviceOptimizer) -> int:
 
 CASES = {
     "fp32-.5": (FP32, {"offload_fraction": 0.5}),
-    "host": (FP32, {"update_on": "host"}),
     "bf16-mixed": (BF16, {"update_on": MIXED}),
     "int8-.5": (BF16, {"offload_fraction": 0.5, "moments": "int8"}),
-}
-MORE = {
-    "fp32-0": (FP32, {"offload_fraction": 0.0}),
-    "fp32-1": (FP32, {}),
-    "fp16-mixed": (FP16, {"update_on": MIXED}),
-    "bf16-resident": (BF16, {"offload_fraction": 0.0}),
 }
 
 
 @pytest.mark.parametrize("wait", [True, False])
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(c, marks=pytest.mark.long) for c in MORE)])
+@pytest.mark.parametrize("case", CASES)
 def test_bits_are_those_of_a_twin_that_never_moves(case: str, wait: bool) -> None:
-    dtype, wrap = {**CASES, **MORE}[case]
+    dtype, wrap = CASES[case]
     mine, away = build(dtype, **wrap)
     theirs, stays = build(dtype, **wrap)
     phases = optimizer_alone(away)
@@ -189,6 +178,9 @@ def test_use_while_away_is_refused_before_anything_is_touched() -> None:
     with pytest.raises(AwayError, match="add_param_group"):
         away.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
     assert len(away.param_groups) == groups
+    for load in (away.resync, lambda: away.load_state_dict(away.state_dict())):
+        with pytest.raises(AwayError, match=r"call reload\(\)"):
+            load()
     phases.reload()
     assert_same(mine, [nn.Parameter(b) for b in before])
     for parameter in mine:
@@ -218,57 +210,8 @@ def test_what_is_done_to_the_state_while_away_comes_back() -> None:
     assert max(float(state["step"]) for state in away.state.values()) == 1
 
 
-@pytest.mark.parametrize(
-    ("method", "error", "fails_at"),
-    [("restore", DeviceMemoryError, 0), ("restore", DeviceMemoryError, 5), ("view", KeyError, 3)],
-)
-def test_a_move_that_fails(
-    method: str, error: Any, fails_at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A reload leaves all in host memory, an offload on the device; a later call works."""
-    mine, away = build(offload_fraction=0.5)
-    theirs, stays = build(offload_fraction=0.5)
-    step(mine, away, 0)
-    step(theirs, stays, 0)
-    is_reload = method == "restore"
-    phases = optimizer_alone(away)
-    if is_reload:
-        phases.offload()
-    calls, original = iter(range(100)), getattr(StorageBlock, method)
-
-    def fail(self: StorageBlock) -> Any:
-        if next(calls) == fails_at:
-            raise torch.OutOfMemoryError("taken") if is_reload else KeyError
-        return original(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(StorageBlock, method, fail)
-        with pytest.raises(error):
-            phases.reload() if is_reload else phases.offload()
-    assert phases.is_away is is_reload
-    assert (device_bytes(away) == 0) is is_reload
-    assert_same(away.state_dict()["state"], stays.state_dict()["state"])
-    phases.reload()
-    for index in range(1, 3):
-        step(mine, away, index)
-        step(theirs, stays, index)
-        phases.offload()
-        phases.reload()
-    assert_same(mine, theirs)
-    assert_same(away.state_dict()["state"], stays.state_dict()["state"])
-
-
-@pytest.mark.parametrize(
-    "load",
-    [
-        lambda model, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
-        lambda model, optimizer: optimizer.resync(),
-        lambda model, optimizer: model.load_state_dict(model.state_dict()),
-    ],
-    ids=["optimizer", "resync", "model"],
-)
-def test_loads_while_away_are_refused(load: Any) -> None:
-    """Of weights, too: the masters would have to follow."""
+def test_loads_of_weights_while_the_optimizer_is_away_are_refused() -> None:
+    """The masters would have to follow."""
     model = nn.Linear(30, 30).bfloat16()
     away = HybridDeviceOptimizer(adamw(model.parameters()), model, offload_fraction=0.0)
     step(list(model.parameters()), away, 1)
@@ -276,11 +219,11 @@ def test_loads_while_away_are_refused(load: Any) -> None:
     phases = optimizer_alone(away)
     phases.offload()
     with pytest.raises(AwayError, match=r"call reload\(\)"):
-        load(model, away)
+        model.load_state_dict(before[0])
     phases.reload()
     after = model.state_dict(), away.state_dict()["state"]
     torch.testing.assert_close(after, before, rtol=0, atol=0)
-    load(model, away)
+    model.load_state_dict(before[0])
 
 
 def test_a_failed_optimizer_is_not_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,22 +244,6 @@ def test_a_failed_optimizer_is_not_offloaded(monkeypatch: pytest.MonkeyPatch) ->
     phases.offload()
     phases.reload()
     step(mine, away, 1)
-
-
-def test_the_optimizer_alone_goes_within_a_phase_of_all_of_it() -> None:
-    """What one offloader has away, the other neither moves nor brings back."""
-    parameters, away = build(offload_fraction=0.5)
-    step(parameters, away, 1)
-    both = PhaseOffloader(nn.ParameterList(parameters), away, grads="drop")
-    alone = optimizer_alone(away)
-    for outer, inner in ((alone, both), (both, alone)):
-        outer.offload()
-        inner.offload()
-        inner.reload()
-        with pytest.raises(AwayError):
-            away.step()
-        outer.reload()
-        step(parameters, away, 2)
 
 
 @pytest.mark.parametrize("make", [adamw, lambda p: HybridDeviceOptimizer(adamw(p))])
@@ -356,17 +283,17 @@ def state_of(optimizer: HybridDeviceOptimizer) -> list[Tensor]:
 
 
 def simulated(
-    policy: str, wait: bool, dtype: torch.dtype, wrap: dict[str, Any]
+    policy: str, wait: bool, wrap: dict[str, Any]
 ) -> tuple[list[Tensor], StreamSimulator]:
     with StreamSimulator(policy) as simulator:
         found: list[Tensor] = []
-        parameters, optimizer = build(dtype, **wrap)
+        parameters, optimizer = build(BF16, **wrap)
         phases = optimizer_alone(optimizer)
         current = simulator.current_stream()
         for index in range(4):
             generator = torch.Generator().manual_seed(index)
             for parameter in parameters:
-                value = torch.randn(parameter.shape, generator=generator).to(dtype)
+                value = torch.randn(parameter.shape, generator=generator).bfloat16()
                 parameter.grad = torch.zeros_like(value)
                 current.launch(copy_all, [parameter.grad], [value])
             optimizer.step()
@@ -384,24 +311,14 @@ def simulated(
 SMALL_BUCKETS = TransferConfig(bucket_bytes="4KiB", host_threads=1)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(FP32, marks=pytest.mark.long), BF16])
-def test_every_order_that_streams_allow_gives_the_same_bits(dtype: torch.dtype) -> None:
+def test_every_order_that_streams_allow_gives_the_same_bits() -> None:
     wrap = {"update_on": MIXED, "transfer": SMALL_BUCKETS, "device_memory": "24000B"}
-    expected, _ = simulated("immediate", True, dtype, wrap)
+    expected, _ = simulated("immediate", True, wrap)
     for policy in ADVERSARIES:
-        found, simulator = simulated(policy, False, dtype, wrap)
+        found, simulator = simulated(policy, False, wrap)
         assert not simulator.late_uses
         for index, (a, b) in enumerate(zip(found, expected, strict=True)):
             assert torch.equal(bits(a), bits(b)), (policy, index)
-
-
-def test_a_step_that_does_not_follow_the_reload_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrap = {"offload_fraction": 0.0}
-    expected, _ = simulated("immediate", True, FP32, wrap)
-    monkeypatch.setattr(Engine, "follow", lambda self, *events: None)
-    found, _ = simulated("lag:phase:in", False, FP32, wrap)
-    same = (torch.equal(bits(a), bits(b)) for a, b in zip(found, expected, strict=True))
-    assert not all(same)
 
 
 # --------------------------------------------------------------------------- given back

@@ -123,6 +123,23 @@ def test_pause_frees_memory_and_resume_brings_it_back() -> None:
     assert statistics.offloaded.n_bytes == statistics.reloaded.n_bytes == 16 << 20
 
 
+def test_growth_after_a_pause_and_contents_that_are_not_saved() -> None:
+    made = region()
+    a = made.empty(CHUNK, dtype=torch.uint8).fill_(1)
+    made.pause(save=False)
+    made.pause()  # too late to save
+    with pytest.raises(AwayError, match="resume"):
+        made.empty(1, dtype=torch.uint8)
+    made.resume()
+    assert made.statistics().pinned_bytes == 0
+    b = made.empty(9 * CHUNK, dtype=torch.uint8).fill_(2)
+    a.fill_(3)
+    made.pause()
+    made.resume()
+    assert bool((a == 3).all())
+    assert bool((b == 2).all())
+
+
 def test_repr_says_what_is_where() -> None:
     made = region()
     made.empty(1 << 20, dtype=torch.uint8)
@@ -136,33 +153,6 @@ def test_repr_says_what_is_where() -> None:
     assert repr(made) == "FixedAddressRegion('kv', cpu, closed)"
 
 
-def test_without_saving_no_host_memory_is_taken() -> None:
-    made = region()
-    tensor = made.empty(1000, dtype=torch.int64).fill_(5)
-    made.pause(save=False)
-    made.pause()  # too late to save
-    made.resume()
-    assert made.statistics().pinned_bytes == 0
-    tensor.fill_(6)
-    made.pause()
-    made.resume()
-    assert int(tensor.sum()) == 6000
-
-
-def test_growth_after_a_pause() -> None:
-    made = region()
-    a = made.empty(CHUNK, dtype=torch.uint8).fill_(1)
-    made.pause()
-    with pytest.raises(AwayError, match="resume"):
-        made.empty(1, dtype=torch.uint8)
-    made.resume()
-    b = made.empty(9 * CHUNK, dtype=torch.uint8).fill_(2)
-    made.pause()
-    made.resume()
-    assert bool((a == 1).all())
-    assert bool((b == 2).all())
-
-
 # ---------------------------------------------------------------------- failures
 
 
@@ -170,9 +160,15 @@ def full(*_: object) -> None:
     raise torch.OutOfMemoryError("full")
 
 
-def test_no_memory_at_resume_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_device_memory_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     made = region()
     tensor = made.empty(10 * CHUNK, dtype=torch.uint8).fill_(3)
+    before = made.n_bytes
+    with monkeypatch.context() as patch:
+        patch.setattr(HostDriver, "map", full)
+        with pytest.raises(DeviceMemoryError, match="has not changed"):
+            made.empty(CHUNK, dtype=torch.uint8)
+    assert made.n_bytes == before
     made.pause()
     with monkeypatch.context() as patch:
         patch.setattr(HostDriver, "map", full)
@@ -182,19 +178,6 @@ def test_no_memory_at_resume_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert made.statistics().device_bytes == 0
     made.resume()
     assert bool((tensor == 3).all())
-
-
-def test_no_memory_to_grow_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = region()
-    made.empty(10, dtype=torch.uint8)
-    before = made.n_bytes
-    with monkeypatch.context() as patch:
-        patch.setattr(HostDriver, "map", full)
-        with pytest.raises(DeviceMemoryError, match="has not changed"):
-            made.empty(CHUNK, dtype=torch.uint8)
-    assert made.n_bytes == before
-    made.pause()
-    made.resume()
 
 
 def test_no_host_memory_to_save_leaves_all_on_the_device() -> None:

@@ -77,7 +77,3 @@ def test_whole_matrices_have_no_host_lane() -> None:
         choose_lanes([whole], config(update_on="host"))
     assert choose_lanes([whole], config(update_on="device")) == ("streamed",)
     assert choose_lanes([whole], config(offload_fraction=0, update_on="host")) == ("resident",)
-
-
-def test_no_specs_give_no_lanes() -> None:
-    assert choose_lanes([], config()) == ()

@@ -48,15 +48,6 @@ def test_whenever_the_link_is_free_it_serves_the_most_urgent_job_that_is_ready(
         free = end
 
 
-@given(VISITS)
-def test_when_everything_is_there_the_order_is_the_forwards(visits: list[Visit]) -> None:
-    ready = [Visit(0.0, visit.rank, visit.cost_ms) for visit in visits]
-
-    assert deadline_order(ready) == tuple(
-        sorted(range(len(visits)), key=lambda i: (visits[i].rank, i))
-    )
-
-
 @given(st.permutations(range(9)), st.sets(st.integers(0, 8)), st.integers(0, 5))
 def test_the_first_updates_are_of_what_was_fetched_ahead(
     order: list[int], staying: set[int], slots: int
