@@ -1,4 +1,4 @@
-"""Jobs that are offloaded and reloaded, for tests on any device; they run inside ranks.
+"""Jobs that are offloaded and reloaded on a GPU; most run inside ranks.
 
 Ranks run without pytest's rewriting: failures carry their own words.
 """
@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from fsdp_offload import (
     AwayError,
     DeviceMemoryError,
+    FixedAddressRegion,
     PhaseOffloader,
     TransferConfig,
     checkpoint,
@@ -34,6 +35,7 @@ from tests.helpers.lanes import in_lanes
 
 WIDTH = 129  # rows: uneven over 2 and 4 ranks, and not a multiple of 4
 STEPS = 4
+CYCLES = 20  # of a CUDA graph
 SMALL = TransferConfig(bucket_bytes="64KiB", host_threads=1)
 
 LANES: dict[str, dict[str, Any] | None] = {
@@ -82,9 +84,8 @@ class Net(nn.Module):
 
 
 def device_here() -> torch.device:
-    """Of this rank: its GPU in a pool of ``device_type="cuda"``, else the CPU."""
-    on_gpu = "nccl" in dist.get_backend_config()
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    """This rank's GPU."""
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def make_net(dtype: torch.dtype = torch.float32, width: int = WIDTH, **options: Any) -> Net:
@@ -171,32 +172,26 @@ def same_training(lanes: str, policy: str, dtype: str, *, keep_addresses: bool =
     for switched in (False, True):
         net = make_net(getattr(torch, dtype))
         optimizer: Any = make_optimizer(net, lanes)
-        options = POLICIES[policy]
-        phases: Any = None
-        alone: Any = None
         first = int(keep_addresses)  # a plain optimizer needs its state before
-        train(net, optimizer, range(first), lambda _: None)
+        train(net, optimizer, range(first))
+        movers: list[PhaseOffloader] = []
         if switched:
-            phases = PhaseOffloader(net, optimizer, keep_addresses=keep_addresses, **options)
+            how = {"keep_addresses": keep_addresses, **POLICIES[policy]}
+            movers.append(PhaseOffloader(net, optimizer, **how))  # type: ignore[arg-type]
             if not keep_addresses:  # what keeps an address is one offloader's
-                alone = PhaseOffloader(net, optimizer, params="keep", grads="keep")
+                movers.append(PhaseOffloader(net, optimizer, params="keep", grads="keep"))
 
-        def switch(where: str, phases: Any = phases, alone: Any = alone) -> None:
-            if phases is None:
-                return
-            if where == "stepped" or policy.startswith("grads"):
-                with phases.away():
-                    assert phases.is_away
-                assert not phases.is_away
-            if where == "stepped" and alone is not None:
-                with alone.away():
-                    alone.offload()  # nothing left to do
-                    assert alone.is_away
-                assert not alone.is_away
+        def switch(where: str, movers: Any = movers) -> None:
+            with_gradients = movers[:1] if policy.startswith("grads") else []
+            for mover in movers if where == "stepped" else with_gradients:
+                with mover.away():
+                    mover.offload()  # nothing left to do
+                    assert mover.is_away
+                assert not mover.is_away
 
         train(net, optimizer, range(first, STEPS), switch)
         results.append(snapshot(net, optimizer))
-        close(phases, alone, optimizer)
+        close(*movers, optimizer)
     assert_same(results[1], results[0], f"{lanes}, {policy}, {dtype}")
 
 
@@ -221,15 +216,11 @@ def frees_its_payload(lanes: str, width: int, *, keep_addresses: bool) -> list[f
     moved = storages(net, optimizer)
     n_bytes = sum(storage.nbytes() for storage in moved)
     for _ in range(3):
-        if device_here().type == "cuda":
-            torch.cuda.empty_cache()
-            held = free_bytes()
-            phases.offload()
-            shares.append((free_bytes() - held) / n_bytes)
-            assert phases.statistics().freed_bytes > 0.9 * n_bytes
-        else:
-            phases.offload()
-            shares.append(1.0)
+        torch.cuda.empty_cache()
+        held = free_bytes()
+        phases.offload()
+        shares.append((free_bytes() - held) / n_bytes)
+        assert phases.statistics().freed_bytes > 0.9 * n_bytes
         if lanes == "plain" and not keep_addresses:
             assert {storage.nbytes() for storage in moved} == {0}
         phases.reload()
@@ -306,9 +297,6 @@ def saves_while_away(lanes: str, folder: str) -> None:
 @contextlib.contextmanager
 def without_device_memory() -> Iterator[None]:
     """What is inside takes none, but for what collectives take to begin."""
-    if device_here().type != "cuda":
-        yield
-        return
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
@@ -354,7 +342,7 @@ def used_at_once(width: int, *, keep_addresses: bool) -> None:
         handle.wait()
         assert handle.is_done()
     before = snapshot(net, optimizer)
-    held_up()
+    torch.cuda._sleep(200_000_000)  # about 0.1 s, in which what follows does not begin
     with torch.no_grad():
         for parameter in net.parameters():
             local(parameter).add_(1)
@@ -377,12 +365,6 @@ def gives_host_memory_back() -> None:
     close(optimizer)
 
 
-def held_up() -> None:
-    """Let what is enqueued next on the current stream begin late: about 0.1 s."""
-    if device_here().type == "cuda":
-        torch.cuda._sleep(200_000_000)
-
-
 def swapped(width: int, *, keep_addresses: bool) -> None:
     """Two jobs take turns; each keeps its bits, and neither takes more memory for it."""
     jobs = [trained("plain", width, keep_addresses=keep_addresses) for _ in range(2)]
@@ -401,22 +383,15 @@ def swapped(width: int, *, keep_addresses: bool) -> None:
         assert (one.is_away, other.is_away) == (False, True)
         assert_same(snapshot(*jobs[0][:2]), before[0], "the first")
         free.append(free_after_all())
-        held.append(allocated_bytes())
+        held.append(torch.cuda.memory_allocated())
     assert held[1:] == held[1:2] * 3, held
     # torch's segments of 2 MiB for small tensors: 8 MiB more in ten cycles, then no more.
     assert min(free[1:]) >= free[1] - (16 << 20), free
     close(one, other)
 
 
-def allocated_bytes() -> int:
-    """What tensors take of the device."""
-    return torch.cuda.memory_allocated() if device_here().type == "cuda" else 0
-
-
 def free_after_all() -> int:
     """Of the device, when torch has given back what it has cached."""
-    if device_here().type != "cuda":
-        return 0
     gc.collect()
     torch.cuda.empty_cache()
     return free_bytes()
@@ -437,3 +412,86 @@ def loads(width: int, *, keep_addresses: bool) -> None:
         free.append(free_after_all())
     assert max(free) - min(free) < (32 << 20), free  # segments that others share
     close(phases, optimizer)
+
+
+def graph_of(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """What ``run`` enqueues, captured after a first run on another stream."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def attend(weight: Tensor, cache: Tensor, place: Tensor, x: Tensor) -> Tensor:
+    """One more row of ``cache``, then a product with all of it."""
+    cache.index_copy_(0, place, x @ weight)
+    place += 1
+    return torch.softmax(x @ cache.T / 8, -1) @ cache
+
+
+def region_with_cache() -> None:
+    """A step over weights and a cache; memory is the driver's between steps."""
+    device = device_here()
+    region = FixedAddressRegion("cache", device)
+    weight, cache = region.empty((64, 64)), region.empty((CYCLES + 2, 64))
+    place, x = region.empty((1,), dtype=torch.int64), region.empty((1, 64))
+    own = [weight, cache, place, x]
+    torch.manual_seed(0)
+    other = [torch.randn_like(weight), torch.zeros_like(cache), torch.zeros_like(place)]
+    other.append(torch.randn_like(x))
+    for mine, theirs in zip(own, other, strict=True):
+        mine.copy_(theirs)
+    addresses = [tensor.data_ptr() for tensor in own]
+    out = torch.empty(1, 64, device=device)
+    graph = graph_of(lambda: out.copy_(attend(weight, cache, place, x)))
+    for mine, theirs in zip(own, other, strict=True):
+        mine.copy_(theirs)
+    for cycle in range(CYCLES):
+        before = free_bytes()
+        region.pause()
+        assert region.is_paused
+        assert free_bytes() > before
+        region.resume()
+        assert [tensor.data_ptr() for tensor in own] == addresses
+        graph.replay()
+        assert torch.equal(out, attend(*other)), cycle
+    assert torch.equal(cache, other[1])
+    assert int(place) == CYCLES
+    region.close()
+
+
+def model_and_update() -> None:
+    """Forward and update of a model that was made before, without a region of its own."""
+    device = device_here()
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 8)) for _ in "ab"]
+    for model in models:
+        model.to(device)
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, capturable=True) for m in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        optimizer.step()  # makes the state
+    model, optimizer = models[0], optimizers[0]
+    phases = PhaseOffloader(model, optimizer, grads="keep", keep_addresses=True)
+    x, out = torch.randn(4, 256, device=device), torch.empty(4, 8, device=device)
+    with torch.no_grad():
+        forward = graph_of(lambda: out.copy_(model(x)))
+    update = graph_of(optimizer.step)
+    optimizers[1].step()  # the first run of the update outside of its capture
+    addresses = [p.data_ptr() for p in model.parameters()]
+    for cycle in range(CYCLES):
+        with phases.away():
+            pass
+        assert [p.data_ptr() for p in model.parameters()] == addresses
+        update.replay()
+        optimizers[1].step()
+        forward.replay()
+        assert torch.equal(out, models[1](x)), cycle
+    phases.close()

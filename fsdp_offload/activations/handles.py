@@ -60,10 +60,7 @@ class SavedTensor:
         self.tensor, self.memory, self.view = None, memory, view
 
     def check_version(self) -> None:
-        """
-        Raises:
-            ActivationError: an in-place operation wrote to the tensor after it was saved.
-        """
+        """Refuse a tensor that an in-place operation has written to after it was saved."""
         tensor = self.tensor
         if tensor is not None and tensor._version != self.version:
             raise written_error(tensor.shape, tensor.dtype)

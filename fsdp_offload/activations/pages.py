@@ -48,14 +48,12 @@ class PageTable:
 
 
 class PagePool:
-    """Pages and their tables. :attr:`kernels` has ``claim``, ``move`` and ``release``.
+    """Pages and their tables.
 
     Args:
-        backend: of the device.
-        page_bytes: a power of two.
         near: int64, 1-D, contiguous, on the device: at least one whole page.
         kernels: see :func:`.stash.page_kernels`.
-        arena: memory of the far pages; None without far pages.
+        arena: memory of the far pages.
     """
 
     def __init__(

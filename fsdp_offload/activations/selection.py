@@ -66,10 +66,7 @@ class View(NamedTuple):
 def rows_or_reason(tensor: Tensor, capacity: int, device: torch.device) -> Rows | str:
     """Return the rows to copy of a saved tensor, or the reason to keep it.
 
-    Args:
-        tensor: as autograd saves it.
-        capacity: dim 0 of the group's buffer.
-        device: the stash's.
+    ``capacity`` is dim 0 of the group's buffer.
     """
     if (reason := _reason(tensor, device)) is not None:
         return reason
@@ -85,18 +82,11 @@ def rows_or_reason(tensor: Tensor, capacity: int, device: torch.device) -> Rows 
 
 
 def span_or_reason(tensor: Tensor, device: torch.device, least_bytes: int) -> ByteRange | str:
-    """As :func:`rows_or_reason`, for a tensor whose elements all count.
-
-    Args:
-        tensor: as autograd saves it.
-        device: the source's.
-        least_bytes: smallest span worth a copy.
-    """
+    """As :func:`rows_or_reason`, for a tensor whose elements all count; a span of less than
+    ``least_bytes`` is not worth a copy."""
     if (reason := _reason(tensor, device)) is not None:
         return reason
-    if not tensor.numel():
-        return "small"
-    start, end = _span_of(tensor)
+    start, end = _span_of(tensor) if tensor.numel() else (0, 0)
     if end - start < least_bytes:
         return "small"
     end = min(-(-end // ALIGNMENT) * ALIGNMENT, tensor.untyped_storage().nbytes())

@@ -156,10 +156,7 @@ class RowStore:
         self.is_open = True
 
     def check_usable(self, what: str) -> None:
-        """
-        Raises:
-            ClosedError: the stash is closed, or of another process.
-        """
+        """Refuse ``what`` if the stash is closed, or of another process."""
         check_open(f"{what} of a PagedStash", self._pid, is_closed=self.is_closed)
 
     def collect(self) -> None:
@@ -252,10 +249,7 @@ class RowStore:
         return words
 
     def check_present(self) -> None:
-        """
-        Raises:
-            AwayError: the pool's region is paused.
-        """
+        """Refuse to use pages while their region is paused."""
         if self._is_paused:
             raise AwayError(
                 "a group of a PagedStash", reason="its region is paused", remedy="call resume()"

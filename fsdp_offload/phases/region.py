@@ -51,7 +51,6 @@ class FixedMemory:
         self.ranges: dict[AddressRange, list[torch.UntypedStorage]] = {}
 
     def blocks(self) -> list[Chunk]:
-        """Return all chunks."""
         return [
             chunk
             for each, moved in self.ranges.items()
@@ -59,11 +58,7 @@ class FixedMemory:
         ]
 
     def grow(self, n_bytes: int) -> AddressRange:
-        """Add a range.
-
-        Raises:
-            torch.OutOfMemoryError: not enough memory.
-        """
+        """Add a range; raises ``torch.OutOfMemoryError``."""
         driver, key = address_range.driver_of(self._device), f"{self._name}/{len(self.ranges)}"
         made = AddressRange(driver, key, n_bytes, self._chunk_bytes, self._owner)
         self.ranges[made] = []

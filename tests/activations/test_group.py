@@ -67,19 +67,8 @@ def test_the_bits_are_those_without_a_stash(stash: PagedStash) -> None:
         assert moe.same(moe.gradients(model.use(stash), moe.batch(seed)), expected)
     now = stash.statistics()
     assert (now.overflows, now.inactive_groups) == (0, 0)
-
-
-def test_pages_are_used_where_they_should_be() -> None:
-    stash = PagedStash(CPU, "20KiB", "32KiB", **SIZES)
-    with stash.exact():
-        moe.gradients(moe.model().use(stash), torch.ones(moe.TOKENS, moe.DIM))
-    stash.prepare()
-    moe.model().use(stash)(moe.batch(0))
-    now = stash.statistics()
-    assert now.most_device_pages > 0
-    assert now.most_host_pages > 0
-    assert now.exact_groups == 3  # those before
-    stash.close()
+    assert (now.most_host_pages > 0) == (stash._host_bytes > 0)
+    assert (now.most_device_pages > 0) == (stash._store.pool is not None)
 
 
 def test_several_microbatches_are_live_at_once(stash: PagedStash) -> None:
@@ -218,12 +207,6 @@ def test_a_group_inside_of_a_checkpoint_does_nothing(stash: PagedStash, reentran
         assert stash.statistics().inactive_groups == 6
 
 
-def test_a_group_inside_of_other_hooks_does_nothing(stash: PagedStash) -> None:
-    with torch.autograd.graph.save_on_cpu():
-        moe.gradients(moe.model().use(stash), moe.batch(0))
-    assert stash.statistics().inactive_groups == 3
-
-
 def test_a_compiled_function_inside_of_a_group(stash: PagedStash) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda x, w: (x @ w).sin() * x, backend="aot_eager")
@@ -269,38 +252,20 @@ def test_attached_by_hooks(stash: PagedStash) -> None:
     assert stash.statistics().groups == groups
 
 
-def test_an_attached_module_that_raises_leaves_no_group_open(stash: PagedStash) -> None:
-    module = nn.Linear(16, 16)
-    stash.attach(module, rows=lambda x: torch.tensor(3))
-    with pytest.raises(RuntimeError, match="shapes"):
-        module(torch.ones(40, 15))
-    module(torch.ones(40, 16)).sum().backward()
-
-
-def test_what_an_attached_module_without_output_saves_stays_as_it_is(stash: PagedStash) -> None:
+def test_what_an_attached_module_saves_without_output_stays_as_it_is(stash: PagedStash) -> None:
     class Keeps(nn.Module):
         def forward(self, x: Tensor) -> None:
             self.found = x.sin()
 
     module, x = Keeps(), torch.randn(40, 16, requires_grad=True)
     stash.attach(module, rows=lambda x: torch.tensor(3))
-    module(x)
+    with pytest.raises(ConfigError, match="rows of int"):
+        module(1)
+    module(x)  # after an error no group is open
     assert live_groups(stash) == 0
     module.found.sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, x.detach().cos())
-
-
-def test_two_stashes_beside_each_other() -> None:
-    a, b = (PagedStash(CPU, "64KiB", **SIZES) for _ in range(2))
-    for each in (a, b):
-        each.prepare()
-    model = moe.model(2)
-    expected = moe.gradients(model, moe.batch(0))
-    model.use(a)
-    model.layers[1].stash = b
-    assert moe.same(moe.gradients(model, moe.batch(0)), expected)
-    assert a.statistics().groups == b.statistics().groups == 1
 
 
 # --------------------------------------------------------------------------- refusals
@@ -330,11 +295,8 @@ def test_rows_that_are_none_are_refused(x: Any, count: Any, part: str) -> None:
     with pytest.raises(ConfigError) as caught:
         PagedStash(CPU).group(x, count)
     assert part in caught.value.what
-
-
-def test_only_one_of_buffer_and_rows_is_refused() -> None:
     with pytest.raises(ConfigError, match="both"):
-        PagedStash(CPU).group(torch.zeros(4, 4))
+        PagedStash(CPU).group(x)
 
 
 def test_rows_twice_and_two_groups_at_once_are_refused() -> None:

@@ -228,13 +228,6 @@ def test_an_exception_in_forward_or_backward() -> None:
     assert moe.same(gradients(net, 0, moved), expected)
 
 
-def test_nothing_is_saved_without_gradients() -> None:
-    moved = made()
-    with moved, torch.no_grad():
-        model()(batch(0))
-    assert moved.statistics().taken == 0
-
-
 def test_around_checkpointing_inputs_of_blocks_are_moved() -> None:
     moved, net = made(), model(checkpointed=True)
     expected = gradients(net, 0)

@@ -243,19 +243,12 @@ def test_a_margin_below_one(margin: float) -> None:
         PagedStash(CPU, "1MiB").prepare(margin=margin)
 
 
-def test_no_room_on_the_host_or_the_device_takes_nothing() -> None:
+def test_no_room_on_the_host_takes_nothing() -> None:
     stash = PagedStash(CPU, "64KiB", host_bytes="900TiB", **SIZES)
     with pytest.raises(HostMemoryError):
         stash.prepare()
-    other = PagedStash(CPU, "64KiB", **SIZES)
-    with (
-        mock.patch.object(torch, "empty", side_effect=torch.OutOfMemoryError("full")),
-        pytest.raises(DeviceMemoryError),
-    ):
-        other.prepare()
-    for each in (stash, other):
-        assert each.statistics().device_pages == 0
-        moe.gradients(moe.model().use(each), moe.batch(0))  # still exact
+    assert stash.statistics().device_pages == 0
+    moe.gradients(moe.model().use(stash), moe.batch(0))  # still exact
 
 
 @pytest.mark.parametrize("fails", ["_take_pool", "_add_tables"])

@@ -188,10 +188,14 @@ class Stages(nn.Module):
         self.lists = nn.ModuleList(nn.ModuleList([nn.Linear(4, 4)] * 2) for _ in range(2))
 
 
+MODEL = Model()
+
+
 @pytest.mark.parametrize(
     ("model", "blocks", "expected"),
     [
         (Model(), None, ["", "blocks.0", "blocks.1", "blocks.2"]),
+        (MODEL, MODEL.blocks[1:], ["", "blocks.1", "blocks.2"]),
         (Stages(), None, ["", "stages.0", "stages.1", "mixed.2.0", "mixed.2.1"]),
         (nn.Linear(2, 2), None, [""]),
         (nn.Sequential(), None, [""]),  # empty
@@ -204,12 +208,6 @@ class Stages(nn.Module):
 def test_what_becomes_an_fsdp2_module(model: nn.Module, blocks: Any, expected: list[str]) -> None:
     fsdp_offload.shard(model, blocks)
     assert [name for name in sharded(model) if name != "silent"] == expected
-
-
-def test_blocks_are_given() -> None:
-    model = Model()
-    fsdp_offload.shard(model, model.blocks[1:])
-    assert sharded(model) == ["", "blocks.1", "blocks.2"]
 
 
 def test_blocks_that_share_parameters_stay_with_the_root() -> None:

@@ -63,20 +63,22 @@ def test_every_use_raises_and_names_the_parameter(use: str) -> None:
     assert "Remedy" in str(caught.value)
 
 
-def test_torchs_helpers_raise() -> None:
+def test_torchs_helpers_raise_and_are_named() -> None:
     parameter, _ = made()
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(1))
-    for use in (
-        lambda: nn.utils.clip_grad_norm_([parameter], 1.0),
-        lambda: nn.utils.clip_grad_value_([parameter], 1.0),
-        lambda: scaler.unscale_(torch.optim.SGD([parameter], lr=0.1)),
-        lambda: torch.optim.SGD([parameter], lr=0.1).step(),
-        lambda: torch.optim.AdamW([parameter], fused=True).step(),
-        lambda: (parameter * 2).sum().backward(),
-    ):
-        with pytest.raises(SpentGradientError):
+    uses: list[tuple[str, Callable[[], object]]] = [
+        ("clip_grad_norm_ with", lambda: nn.utils.clip_grad_norm_([parameter], 1.0)),
+        ("clip_grad_value_ with", lambda: nn.utils.clip_grad_value_([parameter], 1.0)),
+        ("GradScaler.unscale_", lambda: scaler.unscale_(torch.optim.SGD([parameter], lr=0.1))),
+        ("layer.weight", lambda: torch.optim.SGD([parameter], lr=0.1).step()),
+        ("layer.weight", lambda: torch.optim.AdamW([parameter], fused=True).step()),
+        ("layer.weight", lambda: (parameter * 2).sum().backward()),
+    ]
+    for name, use in uses:
+        with pytest.raises(SpentGradientError) as caught:
             use()
+        assert name in caught.value.what
 
 
 def test_it_can_be_dropped_shown_and_recognised() -> None:

@@ -424,37 +424,6 @@ def test_fsdps_buffers_are_copied_without_tables_while_state_travels(
 # --------------------------------------------------------------------------- refused
 
 
-def say_what_was_done(is_stepped: bool) -> None:
-    model = build(2)
-    optimizer = wrap(model, "backward")
-    loss_of(model, 0).backward()
-    if is_stepped:
-        optimizer.step()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    scaler.scale(torch.ones(1))
-    uses: list[tuple[str, Callable[[], Any]]] = [
-        ("clip_grad_norm_", lambda: clip_grad_norm_(model.parameters(), 1.0)),
-        ("clip_grad_norm_", lambda: optimizer.clip_grad_norm_(1.0)),
-        ("clip_grad_value_", lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0)),
-        ("GradScaler.unscale_", lambda: scaler.unscale_(optimizer)),
-        ("norm of the gradient of embed.weight", lambda: model.embed.weight.grad.norm()),
-    ]
-    for name, use in uses:
-        with pytest.raises(SpentGradientError) as caught:
-            use()
-        error, expected = caught.value, f'{name} with overlap="backward"'
-        check(error.what == expected, f"{error.what!r} instead of {expected!r}")
-        check(bool(error.reason), name)
-        check('overlap="forward"' in error.remedy, f"{name}: {error.remedy}")
-        check(";" not in error.remedy, f"{name}: several remedies: {error.remedy}")
-    optimizer.close()
-
-
-@pytest.mark.parametrize("is_stepped", [False, True])
-def test_errors_name_what_was_done_with_the_gradient(ranks: Ranks, is_stepped: bool) -> None:
-    ranks(2).run(say_what_was_done, is_stepped)
-
-
 class Twice(models.Toy):
     """Uses one block two times in a forward."""
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests import graph_jobs, phase_jobs
+from tests import phase_jobs
 from tests.phase_jobs import LANES, POLICIES
 
 REPOSITORY = Path(__file__).parents[2]
@@ -108,11 +107,11 @@ def test_loads_take_no_more_room(ranks: Pool, keep_addresses: bool) -> None:
 
 @pytest.mark.alone
 def test_a_graph_over_a_region_replays_after_every_pause() -> None:
-    graph_jobs.region_with_cache(torch.device("cuda", 0))
+    phase_jobs.region_with_cache()
 
 
 def test_graphs_survive_an_offloader_with_kept_addresses() -> None:
-    graph_jobs.model_and_update(torch.device("cuda", 0))
+    phase_jobs.model_and_update()
 
 
 # ------------------------------------------------------------------------------- several GPUs

@@ -86,21 +86,7 @@ def forks() -> ForkServerContext:
 
 
 class RankError(RuntimeError):
-    """One or more ranks raised, died, or did not answer in time.
-
-    ``tracebacks`` maps each rank that failed to its full traceback, or to how its process ended.
-    ``silent`` holds the ranks that did not answer; the message shows where each of them stood.
-    """
-
-    def __init__(self, message: str, tracebacks: dict[int, str], silent: tuple[int, ...]) -> None:
-        super().__init__(message)
-        self.tracebacks = tracebacks
-        self.silent = silent
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks at fault: those that failed and those that did not answer, ascending."""
-        return tuple(sorted({*self.tracebacks, *self.silent}))
+    """One or more ranks raised, died, or did not answer in time: which, and where they stood."""
 
 
 class RankPool:
@@ -115,10 +101,6 @@ class RankPool:
     def __init__(
         self, world_size: int, *, backend: str | None = None, device_type: str = "cpu"
     ) -> None:
-        if world_size < 1:
-            raise ValueError(f"world_size must be at least 1, got {world_size}")
-        if device_type not in _BACKENDS:
-            raise ValueError(f'device_type must be "cpu" or "cuda", got {device_type!r}')
         self.world_size = world_size
         self.device_type = device_type
         self.backend = backend if backend is not None else _BACKENDS[device_type]
@@ -284,7 +266,7 @@ class _Crew:
         if silent:
             parts.append(f"ranks {list(silent)} did not answer in {timeout_s:g} s")
             parts += [f"rank {rank} stood at:\n{self._stack(rank)}" for rank in silent]
-        return RankError("\n".join(parts), tracebacks, silent)
+        return RankError("\n".join(parts))
 
     def _stack(self, rank: int) -> str:
         """Every Python stack of a silent rank, or a word on why there is none."""
