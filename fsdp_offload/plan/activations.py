@@ -48,6 +48,11 @@ class StashPlan:
         """Bytes of the pool in host memory."""
         return self.host_pages * self.page_bytes
 
+    @property
+    def is_full(self) -> bool:
+        """Whether every buffer was full, so that pages save nothing."""
+        return bool(self.groups) and all(each.rows == each.capacity for each in self.groups)
+
     def explain(self) -> str:
         """Explain the sizes, one line each."""
         used = sum(each.rows * sum(each.row_bytes) for each in self.groups)
@@ -64,7 +69,7 @@ class StashPlan:
             f"in use at once: {brief(need)}, with a margin of {self.margin:g}: "
             f"{brief(math.ceil(need * self.margin))}",
         ]
-        if all(each.rows == each.capacity for each in self.groups):
+        if self.is_full:
             lines.append("every buffer was full, so pages save no memory")
         return "\n".join(lines)
 
