@@ -48,14 +48,12 @@ def ranks() -> Iterator[Callable[..., RankPool]]:
 
     pools: OrderedDict[tuple[object, ...], RankPool] = OrderedDict()
 
-    def pool_of(
-        world_size: int, *, backend: str | None = None, device_type: str = "cpu"
-    ) -> RankPool:
-        key = (world_size, backend, device_type)
+    def pool_of(world_size: int, *, device_type: str = "cpu") -> RankPool:
+        key = (world_size, device_type)
         if key not in pools:
             if len(pools) == MAX_POOLS:
                 pools.popitem(last=False)[1].close()
-            pools[key] = RankPool(world_size, backend=backend, device_type=device_type)
+            pools[key] = RankPool(world_size, device_type=device_type)
         pools.move_to_end(key)
         return pools[key]
 

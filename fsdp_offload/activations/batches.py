@@ -33,8 +33,7 @@ from ..core.config import MIB, align
 from ..core.errors import ClosedError, DeviceError
 from ..link import Block, HostPool, Link, Residence
 from ..link.host_pool import Intervals
-from .handles import MemoryRange, written_error
-from .selection import ByteRange
+from .saved import ByteRange, MemoryRange, written_error
 
 AHEAD: Final = 2
 """Batches to bring back before they are needed."""

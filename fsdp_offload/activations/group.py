@@ -17,9 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from ..core import storage as storages
 from ..core.errors import ActivationError, ConfigError
 from ..core.offloadable import remove_all
-from .handles import MemoryRange, SavedTensor, note_inactive, unpack
 from .offload import ActivationOffload
-from .selection import Rows, View, rows_or_reason
+from .saved import MemoryRange, Rows, SavedTensor, View, note_inactive, rows_or_reason, unpack
 from .store import Held, RowStore
 
 

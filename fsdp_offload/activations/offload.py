@@ -18,8 +18,7 @@ from ..core.devices import backend_for
 from ..core.errors import ActivationError, ConfigError, DeviceError, check_open, copy_error
 from ..link import HostPool, held_bytes
 from .batches import BatchCopies, SavedRange
-from .handles import SavedTensor, note_inactive, unpack
-from .selection import ByteRange, View, span_or_reason
+from .saved import ByteRange, SavedTensor, View, note_inactive, span_or_reason, unpack
 
 BATCH_BYTES: Final = 64 * MIB
 """Least bytes that are copied together: a link needs 4 MiB to be fast."""

@@ -135,10 +135,6 @@ class PagePool:
             self.kernels.move(self, table, words, row_bytes, out)
         self.kernels.release(self, table)
 
-    def n_free(self) -> int:
-        """Return the number of free pages. The host waits for the device."""
-        return int(self.tops.sum())
-
 
 # --------------------------------------------------------------------------- in torch operations
 

@@ -194,7 +194,7 @@ class RowStore:
                     remedy="enlarge the buffer, or dispatch again at the true size",
                 )
             n_pages = self._record(GroupRows(rows, capacity, tuple(row_bytes)))
-            if pool is None or self._is_paused or pool.n_free() < n_pages:
+            if pool is None or self._is_paused or int(pool.tops.sum()) < n_pages:
                 self.counts["exact_groups"] += 1
                 numbers = [rows * each // 8 for each in row_bytes]
                 return self._began(ExactRows(words, numbers, n_pages))

@@ -214,7 +214,10 @@ class PhaseOffloader:
         self._prepare()
         parameters = self._parameters()
         self._gradients.check(parameters)
-        self._transfer.out(self._blocks(parameters), self._staging())
+        staging: list[StorageBlock] = []
+        if self._moved is not None and self._policies["state"] == "save":
+            staging = collect(("staging", tensor) for tensor in self._moved.staging_buffers())
+        self._transfer.out(self._blocks(parameters), staging)
         # All copies are enqueued; the rest only records that, and cannot fail.
         self._is_away = True
         self._guard.close(self._transfer)
@@ -357,11 +360,6 @@ class PhaseOffloader:
             for index, model in enumerate(self._models)
             for name, parameter in model.named_parameters()
         }
-
-    def _staging(self) -> list[StorageBlock]:
-        if self._moved is None or self._policies["state"] == "keep":
-            return []
-        return collect(("staging", tensor) for tensor in self._moved.staging_buffers())
 
     def _tensors(self, kind: str, parameters: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
         if kind == "grads":

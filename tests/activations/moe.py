@@ -138,3 +138,40 @@ def gradients(module: nn.Module, x: Tensor, around: Any = None) -> list[Tensor]:
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
     """Bit for bit, without a NaN."""
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def several(module: nn.Module, batches: list[Tensor], order: str, around: Any = nullcontext) -> Any:
+    """Gradients of several iterations; the second place of a batch in ``order`` is its backward."""
+    module.zero_grad()
+    losses: dict[str, Tensor] = {}
+    for name in order:
+        if name in losses:
+            losses.pop(name).backward()
+            continue
+        torch.manual_seed(int(name))
+        with around():
+            losses[name] = module(batches[int(name)]).square().mean()
+    return [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+
+def second_derivative(around: Any) -> list[Tensor]:
+    """Of five rows, and first derivatives before and after it."""
+    x, count = batch(0).requires_grad_(), torch.tensor(5)
+    buffer = poisoned(torch.cat([x, x]), count)
+    with around(buffer, count):
+        y = (buffer * buffer.sin() * buffer)[:5].sum()
+    (first,) = torch.autograd.grad(y, buffer, create_graph=True)
+    (second,) = torch.autograd.grad(first[:5].sum(), buffer, retain_graph=True)
+    (again,) = torch.autograd.grad(y, buffer)
+    return [first[:5].detach(), second[:5], again[:5]]
+
+
+def compiled(around: Any) -> list[Tensor]:
+    """Gradient of seven rows through a compiled function."""
+    torch._dynamo.reset()
+    function = torch.compile(lambda x, w: (x @ w).sin() * x, backend="aot_eager")
+    x, weight = batch(1, CAPACITY).requires_grad_(), nn.Parameter(batch(2, DIM))
+    with around(x, torch.tensor(7)):
+        y = function(x, weight)
+    (gradient,) = torch.autograd.grad(y[:7].sum(), x)
+    return [gradient[:7]]

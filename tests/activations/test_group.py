@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -74,42 +74,16 @@ def test_the_bits_are_those_without_a_stash(stash: PagedStash) -> None:
 def test_several_microbatches_are_live_at_once(stash: PagedStash) -> None:
     """In turns, as a pipeline has them: neither first in, first out nor the opposite."""
     model, batches = moe.model(1), [moe.batch(seed) for seed in range(4)]
-
-    def run() -> list[Tensor]:
-        model.zero_grad()
-        losses = [model(x).square().mean() for x in batches[:2]]
-        for x in batches[2:]:
-            losses.pop(0).backward()
-            losses.append(model(x).square().mean())
-        for loss in losses:
-            loss.backward()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-    model.use(None)
-    expected = run()
-    model.use(stash)
-    assert moe.same(run(), expected)
+    expected = moe.several(model.use(None), batches, "01021323")
+    assert moe.same(moe.several(model.use(stash), batches, "01021323"), expected)
 
 
-def test_a_retained_graph_goes_back_twice_and_a_second_derivative_is_exact(
-    stash: PagedStash,
-) -> None:
-    x = moe.batch(0).requires_grad_()
-    count = torch.tensor(5)
-    found: list[list[Tensor]] = []
-    for use in (False, True):
-        buffer = moe.poisoned(torch.cat([x, x]), count)
-        if use:
-            with stash.group(buffer, count):
-                y = (buffer * buffer.sin())[:5].sum()
-        else:
-            y = (buffer * buffer.sin())[:5].sum()
-        (first,) = torch.autograd.grad(y, buffer, create_graph=True)
-        (second,) = torch.autograd.grad(first[:5].sum(), buffer, retain_graph=True)
-        (again,) = torch.autograd.grad(y, buffer, retain_graph=True)
-        assert torch.equal(first[:5], again[:5])
-        found.append([first[:5].detach(), second[:5]])
-    assert moe.same(*found)
+@pytest.mark.parametrize("scenario", [moe.second_derivative, moe.compiled])
+def test_what_autograd_may_do_with_it(stash: PagedStash, scenario: Any) -> None:
+    before = stash.statistics().groups
+    found, expected = scenario(stash.group), scenario(lambda *_: nullcontext())
+    assert moe.same(found, expected)
+    assert stash.statistics().groups == before + 1
 
 
 def test_a_memory_range_is_copied_once(stash: PagedStash) -> None:
@@ -205,21 +179,6 @@ def test_a_group_inside_of_a_checkpoint_does_nothing(stash: PagedStash, reentran
     assert moe.same(moe.gradients(Checkpointed(), x), expected)
     if not reentrant:  # that kind has no hooks: its recomputed forward is stashed and comes back
         assert stash.statistics().inactive_groups == 6
-
-
-def test_a_compiled_function_inside_of_a_group(stash: PagedStash) -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda x, w: (x @ w).sin() * x, backend="aot_eager")
-    buffer = torch.randn(40, 16, requires_grad=True)
-    weight, count = nn.Parameter(torch.randn(16, 16)), torch.tensor(7)
-    with stash.group(buffer, count):
-        y = compiled(buffer, weight)
-    assert live_groups(stash) == 1
-    y[:7].sum().backward()
-    mine = [buffer.grad[:7].clone()]
-    buffer.grad = weight.grad = None
-    ((buffer @ weight).sin() * buffer)[:7].sum().backward()
-    assert torch.allclose(mine[0], buffer.grad[:7])
 
 
 def test_attached_by_hooks(stash: PagedStash) -> None:

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_offload import PhaseOffloader
 from fsdp_offload.core import arguments, fsdp
 from tests.fsdp import models
 from tests.fsdp.models import Ranks, check
@@ -98,15 +97,3 @@ def test_parameters_move_and_stay_the_same_objects(ranks: Ranks) -> None:
 
 def test_nothing_is_said_where_nothing_moves(ranks: Ranks) -> None:
     assert [said for said, _ in ranks(2).run(move, "cpu")] == [[], []]
-
-
-def offload_between_phases() -> None:
-    model = models.toy(models.flat_mesh(2), **ON_CPU)
-    optimizer = models.wrap(adamw(model), model)
-    with PhaseOffloader(model, optimizer).away():
-        pass
-    models.train((model, optimizer), range(2, 4))
-
-
-def test_phases_take_what_was_taken_over(ranks: Ranks) -> None:
-    ranks(2).run(offload_between_phases)

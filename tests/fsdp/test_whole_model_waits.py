@@ -96,29 +96,11 @@ def expect(scene: str) -> list[Tensor]:
 WAITS = Removal(run, expect, lambda pair: pair != ("gather", "current"))
 
 
-def complete(scene: str) -> None:
-    WAITS.check(scene, ADVERSARIES[::3])
-
-
-def unnoticed(scene: str) -> list[str]:
-    return WAITS.unnoticed(scene)
-
-
 def noticed_by_a_reader() -> bool:
     """What the caller's stream does is not launched here, so its order is not known."""
     _, simulator = run("reads", "lazy")
     first = simulator.wait_log.index(("current", "weights:in"))
     return WAITS.shows("reads", "lazy", ("wait", first))
-
-
-def pairs(scene: str) -> list[tuple[str, str]]:
-    simulator, needed, _ = WAITS.complete(scene)
-    return sorted({simulator.wait_log[i] for i in needed})
-
-
-@pytest.mark.parametrize("scene", list(ORDERS))
-def test_complete_waits_give_right_weights(ranks: Ranks, scene: str) -> None:
-    ranks(1).run(complete, scene)
 
 
 def test_removing_any_single_wait_is_noticed(ranks: Ranks) -> None:
@@ -304,27 +286,31 @@ OF_FSDP2 = {("gather", "current"), ("current", "gather"), ("reduce", "current"),
 UPDATES = Removal(simulate, expect_trained, lambda pair: pair not in OF_FSDP2)
 
 
-def complete_trained(scene: str) -> None:
-    UPDATES.check(scene, ADVERSARIES[::3])
+def complete(scene: str) -> None:
+    removal_of(scene).check(scene, ADVERSARIES[::3])
 
 
-def unnoticed_trained(scene: str) -> list[str]:
-    return UPDATES.unnoticed(scene)
+def unnoticed(scene: str) -> list[str]:
+    return removal_of(scene).unnoticed(scene)
 
 
-def pairs_trained(scene: str) -> list[tuple[str, str]]:
-    simulator, needed, _ = UPDATES.complete(scene)
+def pairs(scene: str) -> list[tuple[str, str]]:
+    simulator, needed, _ = removal_of(scene).complete(scene)
     return sorted({simulator.wait_log[i] for i in needed})
 
 
-@pytest.mark.parametrize("scene", list(TRAINED))
-def test_complete_waits_give_right_trained_weights(ranks: Ranks, scene: str) -> None:
-    ranks(1).run(complete_trained, scene)
+def removal_of(scene: str) -> Removal:
+    return WAITS if scene in ORDERS else UPDATES
+
+
+@pytest.mark.parametrize("scene", [*ORDERS, *TRAINED])
+def test_complete_waits_give_right_weights(ranks: Ranks, scene: str) -> None:
+    ranks(1).run(complete, scene)
 
 
 @pytest.mark.parametrize("scene", [scene for scene in TRAINED if "host" not in scene])
 def test_removing_any_single_wait_of_an_update_is_noticed(ranks: Ranks, scene: str) -> None:
-    assert ranks(1).run(unnoticed_trained, scene) == [[]]
+    assert ranks(1).run(unnoticed, scene) == [[]]
 
 
 READERS = {("current", "weights:in"), ("reader", "weights:in")}
@@ -359,4 +345,4 @@ def test_what_reads_host_memory_waits(ranks: Ranks, scene: str) -> None:
 
 
 def test_gathers_wait_for_stores(ranks: Ranks) -> None:
-    assert ("weights:in", "state:out") in ranks(1).run(pairs_trained, "forward")[0]
+    assert ("weights:in", "state:out") in ranks(1).run(pairs, "forward")[0]

@@ -49,7 +49,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -93,17 +92,13 @@ class RankPool:
     """``world_size`` worker processes that share one default process group.
 
     ``device_type`` is "cpu" or "cuda"; with "cuda", rank ``i`` has GPU ``i`` as its current device.
-    ``backend`` is what ``init_process_group`` gets: gloo by default, and on GPUs NCCL (with gloo
-    for host tensors). The ranks start at the first :meth:`run` and end with :meth:`close`, with the
-    ``with`` block, when the pool is collected, or when the interpreter exits.
+    The group is one of gloo, and on GPUs of NCCL too. The ranks start at the first :meth:`run` and
+    end with :meth:`close`, with the ``with`` block, when the pool is collected, or when the
+    interpreter exits.
     """
 
-    def __init__(
-        self, world_size: int, *, backend: str | None = None, device_type: str = "cpu"
-    ) -> None:
-        self.world_size = world_size
-        self.device_type = device_type
-        self.backend = backend if backend is not None else _BACKENDS[device_type]
+    def __init__(self, world_size: int, *, device_type: str = "cpu") -> None:
+        self.world_size, self.device_type = world_size, device_type
         self._crew: _Crew | None = None
 
     def run(
@@ -138,17 +133,12 @@ class RankPool:
     def __enter__(self) -> RankPool:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _started(self) -> _Crew:
         if self._crew is None:
-            crew = _Crew(self.world_size, self.backend, self.device_type)
+            crew = _Crew(self.world_size, self.device_type)
             try:
                 crew.gather(_START_TIMEOUT_S)
             except BaseException:
@@ -178,7 +168,7 @@ class _Answer(NamedTuple):
 class _Crew:
     """One generation of worker processes: started once, and never used again after a failure."""
 
-    def __init__(self, world_size: int, backend: str, device_type: str) -> None:
+    def __init__(self, world_size: int, device_type: str) -> None:
         self._owner_pid = os.getpid()
         self._directory = Path(tempfile.mkdtemp(prefix="fsdp-offload-ranks-"))
         self._processes: list[BaseProcess] = []
@@ -189,7 +179,7 @@ class _Crew:
         context = forks()
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            seat = _Seat(rank, world_size, backend, device_type, str(self._directory))
+            seat = _Seat(rank, world_size, device_type, str(self._directory))
             process = context.Process(target=_serve, args=(seat, theirs), name=f"rank {rank}")
             process.start()
             theirs.close()  # the rank holds the only other end now, so its death reads as EOF
@@ -291,7 +281,6 @@ class _Seat(NamedTuple):
 
     rank: int
     world_size: int
-    backend: str
     device_type: str
     directory: str
 
@@ -342,7 +331,7 @@ def _join_group(seat: _Seat) -> None:
     # Public in torch's documentation, but not marked as exported.
     store = dist.FileStore(rendezvous, seat.world_size)  # type: ignore[attr-defined]
     dist.init_process_group(
-        seat.backend,
+        _BACKENDS[seat.device_type],
         store=store,
         rank=seat.rank,
         world_size=seat.world_size,

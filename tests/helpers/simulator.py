@@ -6,19 +6,8 @@ launched on a stream is queued, and runs only when the host waits for something,
 same numbers under every policy; code that forgot one gives other numbers under some policy, every
 time, on a laptop.
 
-Use::
-
-    @pytest.mark.parametrize("policy", ADVERSARIES)
-    def test_my_pipeline(policy):
-        with StreamSimulator(policy) as simulator:
-            optimizer = HybridDeviceOptimizer(...)        # built inside: it takes the simulator
-            current = simulator.current_stream()          # stands for your own torch operations
-            current.launch(write_gradients, gradients)    # so these are queued as well
-            optimizer.step()
-            current.synchronize()                         # before the test reads anything
-        assert not simulator.late_uses
-        torch.testing.assert_close(parameters, expected, rtol=0, atol=0)
-
+What is built inside ``with StreamSimulator(policy)`` takes the simulator. A test launches its own
+work on ``current_stream()``, so that it is queued as well, and synchronizes before it reads.
 A real model's forward and backward are not launched, they run at once. For them
 ``StreamSimulator(policy, inline_current=True)`` keeps the current stream up with the host: its
 entries run when they are enqueued, and a wait on it first runs what it waits for. All other
@@ -65,7 +54,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 from unittest import mock
 
@@ -477,12 +465,7 @@ class StreamSimulator:
         self._installed.enter_context(use_backend(self))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._installed.close()
 
     # ---- the backend

@@ -24,6 +24,9 @@ from fsdp_offload.link import HostRange
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.int16, torch.int64, torch.float8_e4m3fn, torch.bool)
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+needs_huge_pages = pytest.mark.skipif(
+    not THP.exists() or "[never]" in THP.read_text(), reason="no transparent huge pages here"
+)
 
 
 def make(n_bytes: int, *, can_pin: bool = False, **transfer: object) -> HostRange:
@@ -44,6 +47,12 @@ def smaps_of(address: int) -> dict[str, str] | None:
         elif fields is not None:
             fields[head[:-1]] = line.split(":", 1)[1].strip()
     return fields
+
+
+def flags_of(tensor: torch.Tensor) -> list[str]:
+    fields = smaps_of(tensor.data_ptr())
+    assert fields is not None
+    return fields["VmFlags"].split()
 
 
 def rss_bytes() -> int:
@@ -150,9 +159,7 @@ def test_a_closed_arena_gives_out_nothing() -> None:
     assert arena.n_bytes == 4096
 
 
-@pytest.mark.skipif(
-    not THP.exists() or "[never]" in THP.read_text(), reason="no transparent huge pages here"
-)
+@needs_huge_pages
 def test_huge_pages_are_asked_for() -> None:
     arena = make(8 * MIB)
     assert arena.huge_pages
@@ -162,18 +169,14 @@ def test_huge_pages_are_asked_for() -> None:
     assert fields["Size"] == "8192 kB"  # a larger mapping could get a huge page beyond the payload
 
 
-@pytest.mark.skipif(
-    not THP.exists() or "[never]" in THP.read_text(), reason="no transparent huge pages here"
-)
+@needs_huge_pages
 def test_huge_pages_that_stall_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(seconds)))  # 1 s from call to call
     arena = make(8 * MIB)
     assert not arena.huge_pages
     view = arena.tensor(0, 8 * MIB, torch.uint8)
-    fields = smaps_of(view.data_ptr())
-    assert fields is not None
-    assert "nh" in fields["VmFlags"].split()
+    assert "nh" in flags_of(view)
     assert not view.any()
 
 
@@ -273,9 +276,7 @@ def test_a_refused_pin_is_a_warning_when_pinning_is_preferred(
 def test_a_forked_child_does_not_get_the_memory() -> None:
     arena = make(16 * MIB)
     view = arena.tensor(0, 16, torch.float32)
-    fields = smaps_of(view.data_ptr())
-    assert fields is not None
-    assert "dc" in fields["VmFlags"].split()
+    assert "dc" in flags_of(view)
 
     def check() -> None:
         assert smaps_of(view.data_ptr()) is None

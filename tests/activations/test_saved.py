@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_offload import PagedStash
-from fsdp_offload.activations.selection import (
+from fsdp_offload.activations.saved import (
     ByteRange,
     Rows,
     View,
