@@ -10,13 +10,13 @@ from tests.helpers.scripts import Launch
 
 
 def test_measures_stay_below_what_they_are() -> None:
-    assert house.lines() <= 25_447  # weights and gradients in host memory
-    assert house.statements() <= 13_380
-    assert len(house.sources()) <= 122
+    assert house.lines() <= 25_446  # weights and gradients in host memory
+    assert house.statements() <= 13_386
+    assert len(house.sources()) <= 123
     assert house.long_files() == {}
     assert len(house.files_in_root()) <= 2
     assert house.classes() <= 223
-    assert house.lines(list(house.PACKAGE.glob("bench/*.py"))) <= 723
+    assert house.lines(list(house.PACKAGE.glob("bench/*.py"))) <= 739
     assert house.long_functions() == []
     assert sum(house.banned_words().values()) <= 1  # `parts` of PagedRows
     assert house.types_named_twice() == []

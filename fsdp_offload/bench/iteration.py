@@ -34,7 +34,11 @@ LEAD_IN: Final = 4
 
 
 def measure(
-    trainer: Trainer, batches: Sequence[tuple[Tensor, Tensor]], warm_up: int, iterations: int
+    trainer: Trainer,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    warm_up: int,
+    iterations: int,
+    micro_batches: int = 1,
 ) -> Row:
     """Train ``warm_up`` and ``LEAD_IN`` iterations, then ``iterations`` timed ones."""
     device = batches[0][0].device
@@ -48,10 +52,11 @@ def measure(
             if index >= first:
                 points.append(stream.record_timed())
 
-        loss = trainer.model(*batches[index % len(batches)])
-        mark()
-        loss.backward()
-        mark()
+        for micro in range(index * micro_batches, (index + 1) * micro_batches):
+            loss = trainer.model(*batches[micro % len(batches)])
+            mark()
+            loss.backward()
+            mark()
         losses[index].copy_(loss.detach())
         trainer.clip()
         trainer.optimizer.step()
@@ -74,8 +79,9 @@ def measure(
         train(index)
     enqueued = time.perf_counter()
     finish(trainer, device)
-    row = times_ms(points)
-    row["host_ms"] = 1e3 * (enqueued - began) / (LEAD_IN + iterations)
+    row = times_ms(points, micro_batches) | {
+        "host_ms": 1e3 * (enqueued - began) / (LEAD_IN + iterations)
+    }
     if device.type == "cuda":
         row["device_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
         row["device_reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
@@ -90,14 +96,16 @@ def finish(trainer: Trainer, device: torch.device) -> None:
     machine.synchronize(device)
 
 
-def times_ms(points: Sequence[TimedEvent]) -> Row:
+def times_ms(points: Sequence[TimedEvent], micro_batches: int = 1) -> Row:
     """Compute medians of iterations and their parts; the device has passed all points."""
     spans = [one.elapsed_time(other) for one, other in pairwise(points)]
-    parts = [spans[start :: len(PARTS)] for start in range(len(PARTS))]
-    totals = [sum(each) for each in zip(*parts, strict=True)]
+    size = 2 * micro_batches + 1
+    whole = [spans[start : start + size] for start in range(0, len(spans), size)]
+    passes = [[sum(each[i:-1:2]) for each in whole] for i in range(2)]
+    parts = dict(zip(PARTS, [*passes, [each[-1] for each in whole]], strict=True))
+    totals = [sum(span) for span in whole]
     row: Row = {"iteration_ms": statistics.median(totals)}
-    for name, times in zip(PARTS, parts, strict=True):
-        row[f"{name}_ms"] = statistics.median(times)
+    row |= {f"{name}_ms": statistics.median(span) for name, span in parts.items()}
     return row | {"iterations_ms": [round(total, 2) for total in totals]}
 
 
@@ -125,7 +133,8 @@ def run_row(
     trainer = None
     try:
         trainer = make_trainer(case, job, batches[0][0].device)
-        row |= measure(trainer, batches, options.warm_up, options.iterations)
+        counts = options.warm_up, options.iterations, options.micro_batches
+        row |= measure(trainer, batches, *counts)
         if case.kind in OURS:
             figures = trainer.optimizer.statistics()
             names = "host_arena_bytes", "host_weight_bytes", "host_gradient_bytes"
@@ -178,7 +187,7 @@ def run_rows(options: argparse.Namespace) -> Row:
             found = [row | derived(row, rows) for row in rows]
             report = machine.publish(device, job, found, link, options.json)
             if dist.get_rank() == 0:
-                print(line_of(found[-1]), flush=True)
+                print(line_of(found[-1], ITERATIONS), flush=True)
         if dist.get_rank() == 0:
             print(markdown_table(report, ITERATIONS), flush=True)
     return report
@@ -237,9 +246,9 @@ def describe(report: Mapping[str, Any]) -> str:
     return f"{', '.join(words)}. Link, GB/s: {' / '.join(ways)} (in / out / both)."
 
 
-def line_of(row: Mapping[str, Any]) -> str:
+def line_of(row: Mapping[str, Any], columns: Columns) -> str:
     """Format one row as a line, printed as soon as it is done."""
     if row["status"] != "ok":
         return f"{row['name']}: {row['status']}: {row['reason']}"
-    cells = [(head, _cell(row, key, form)) for head, key, form in ITERATIONS]
+    cells = [(head, _cell(row, key, form)) for head, key, form in columns]
     return f"{row['name']}: " + "; ".join(f"{head} {text}" for head, text in cells if text)

@@ -123,6 +123,7 @@ def bench(parser: argparse.ArgumentParser) -> None:
     add("--rows", default=DEFAULT_ROWS, help="comma-separated names; default: all")
     add("--iterations", type=at_least(1), default=10, help="timed iterations per row")
     add("--warm-up", type=at_least(0), default=20, help="iterations before the timed ones")
+    add("--micro-batches", type=at_least(1), default=1, help="forward and backward passes per step")
     add("--params", type=float, help="choose --layers for this many parameters, such as 3.14e9")
     add("--shards", choices=("bf16", "fp32"), default="bf16", help="dtype of the parameters")
     add("--checkpointed", action="store_true", help="recompute blocks in backward")

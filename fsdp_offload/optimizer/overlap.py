@@ -93,6 +93,8 @@ class Overlap:
     def attach(self, params: Sequence[ParamState], engine: Engine) -> None:
         """Connect gates and buckets, after parameters were added."""
         self._engine = engine
+        if self.work is not None:
+            self.work.grow(len(params))
         by_parameter = {param.parameter: param for param in params}
         self._spent = {p: spent for p, spent in self._spent.items() if p in by_parameter}
         for rank, gate in enumerate(self.gates):

@@ -191,7 +191,6 @@ class Updates:
         else:
             work.snapshot.check_unchanged(self.inner.param_groups)
         params = self.reserved.params
-        work.grow(len(params))
         if self.overlap is not None and self.overlap.has_taken:
             self.overlap.check_taken(work)
         for param in params:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import runpy
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,3 +160,10 @@ def test_the_study_of_checkpoints(tmp_path: Path) -> None:
     assert len(report["rows"]) == 8
     assert all(row["s"] > 0 for row in report["rows"])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.long
+def test_as_users_start_it() -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "fsdp_offload.bench", *TINY, *SHORT]
+    done = subprocess.run([*command, "--rows", "plain"], capture_output=True, text=True, check=True)
+    assert "| plain |" in done.stdout

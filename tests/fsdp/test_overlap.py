@@ -352,8 +352,32 @@ def go_on_after_the_end(overlap: str) -> None:
         check_same(a, b, "at the end")
 
 
+def unfreeze_after_backward(overlap: str) -> None:
+    """A parameter gets its first gradient between backward and ``step()``; its bucket is the first
+    that is updated on the device."""
+    found = []
+    for wraps in (False, True):
+        model = build(2)
+        stepper: Any = torch.optim.AdamW(model.parameters(), lr=0.02, fused=True)
+        if wraps:
+            stepper = models.wrap(stepper, model, overlap=overlap, update_on=("host",))
+        for step in range(3):
+            loss_of(model, step).backward()
+            if step == 1:
+                model.frozen.requires_grad_(True)
+                model.frozen.grad = torch.ones_like(model.frozen)
+            stepper.step()
+            stepper.zero_grad()
+        found.append([models.local(p).clone() for p in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        check_same(b, a, "after three steps")
+    stepper.close()
+
+
 @pytest.mark.parametrize("overlap", MORE)
-@pytest.mark.parametrize("job", [post_hooks, two_optimizers, go_on_after_the_end])
+@pytest.mark.parametrize(
+    "job", [post_hooks, two_optimizers, go_on_after_the_end, unfreeze_after_backward]
+)
 def test_around_the_loop(ranks: Ranks, job: Callable[[str], None], overlap: str) -> None:
     ranks(2).run(job, overlap)
 
