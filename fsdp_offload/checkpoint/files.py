@@ -251,21 +251,20 @@ def read_table(path: Path) -> Table | None:
 # --------------------------------------------------------------------------- errors
 
 
-def refused(path: object, error: OSError) -> CheckpointError:
-    """Build the error for a file that the file system refuses."""
-    reason, remedy = "the file system refused", "free disk space, or choose a folder of your own"
-    if error.errno in (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY):
-        reason = "another program creates or removes it, or the ranks do not share the folder"
-        remedy = "choose a folder that all ranks share and no other program writes to"
-    return CheckpointError(f"{path}", reason=f"{reason}: {error.strerror or error}", remedy=remedy)
-
-
 def typed_error(error: BaseException, path: object = "a file") -> OffloadError:
     """Return ``error``, or for another type an error of this package."""
     if isinstance(error, OffloadError):
         return error
     if isinstance(error, OSError):
-        return refused(error.filename or path, error)
+        reason, remedy = (
+            "the file system refused",
+            "free disk space, or choose a folder of your own",
+        )
+        if error.errno in (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY):
+            reason = "another program creates or removes it, or the ranks do not share the folder"
+            remedy = "choose a folder that all ranks share and no other program writes to"
+        what, reason = f"{error.filename or path}", f"{reason}: {error.strerror or error}"
+        return CheckpointError(what, reason=reason, remedy=remedy)
     # Other ranks see the text only: the traceback stays where the error was raised.
     at = "".join(
         f" ({f.name} in {f.filename}:{f.lineno})" for f in extract_tb(error.__traceback__, -1)

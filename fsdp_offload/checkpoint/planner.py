@@ -177,15 +177,7 @@ def read_values(reader: Reader, keys: Sequence[str]) -> dict[str, Any]:
 
 
 class JobLoadPlanner(FlatLoadPlanner):
-    """Plans a load into a model and its optimizer, on one rank.
-
-    Args:
-        models: the model, or the parts of a pipeline.
-        optimizer: ``None``: weights only.
-        reader: the checkpoint's.
-        strict: refuse weights that only one side has, and another class of optimizer.
-        model_prefix: see :func:`.rule.find_layout`, also for ``optimizer_prefix``.
-    """
+    """Plans a load into a model and its optimizer, on one rank; for arguments see ``load``."""
 
     def __init__(
         self,

@@ -89,8 +89,6 @@ def match(
     """Decide which key goes to which tensor.
 
     Args:
-        layout: the checkpoint's.
-        keys: of the checkpoint.
         weights: all names of the same tensor, by each name in the model.
         groups: names of each parameter, by group of the optimizer.
         read: returns the values of keys with options.
@@ -171,8 +169,6 @@ def find_layout(
     """Find the layout of a checkpoint with these keys, for a model whose weights have these FQNs.
 
     Args:
-        keys: of the checkpoint.
-        fqns: the model's weights'.
         model_prefix: prefix of the FQNs of weights; ``None``: ``"model."``.
         optimizer_prefix: prefix of ``state.``; ``None``: ``"optim."``, else ``"optimizer."``.
     """
@@ -193,17 +189,13 @@ def find_layout(
     return KeyLayout(model, None)
 
 
-def prefixes_that_fit(keys: Iterable[str], fqns: Iterable[str], kind: str = "") -> list[str]:
-    """Find the prefixes of the model's longest FQN; ``kind``: ``STATE``, or empty for weights."""
+def or_give(option: str, keys: Iterable[str], fqns: Iterable[str], kind: str = "") -> str:
+    """Continue a remedy with the prefixes of the model's longest FQN, if any; ``kind``: ``STATE``,
+    or empty for weights."""
     ends = kind + max(fqns, key=len, default="")
     names = {key.rpartition(".")[0] if kind else key for key in keys}
     found = {name.removesuffix(ends) for name in names if name.endswith(ends)}
-    return sorted(prefix for prefix in found if not prefix or prefix.endswith("."))
-
-
-def or_give(option: str, keys: Iterable[str], fqns: Iterable[str], kind: str = "") -> str:
-    """Continue a remedy with the prefixes that fit, if any."""
-    fit = " or ".join(map(repr, prefixes_that_fit(keys, fqns, kind)))
+    fit = " or ".join(repr(prefix) for prefix in sorted(found) if prefix[-1:] in ("", "."))
     return f", or give {option}={fit}" if fit else ""
 
 

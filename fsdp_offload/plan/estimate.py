@@ -124,8 +124,6 @@ def estimate(
     """Estimate the memory of one GPU.
 
     Args:
-        model: the model's size.
-        work: the work of each GPU.
         memory_bytes: memory of the GPU.
         device_memory_bytes: limit for state; ``None``: what remains, as with
             ``device_memory="auto"``.

@@ -246,17 +246,6 @@ def test_weights_without_a_master_are_converted_and_buffers_are_not(
     assert not plain.state
 
 
-def test_a_whole_master_gives_way_to_weights_written_from_outside(tmp_path: Path) -> None:
-    model, wrapped, masters = trained(torch.float16, "host")
-    with torch.no_grad():
-        model.weight[2, 4] = 7.25
-    masters["weight"][2, 4] = 7.25
-
-    export_safetensors(model, tmp_path, optimizer=wrapped, dtype="fp32")
-
-    assert_same(load(tmp_path), masters)
-
-
 def refused(
     error: type[OffloadError], match: str, folder: Path, *args: Any, **settings: Any
 ) -> None:
@@ -315,14 +304,6 @@ def test_tensors_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     refused(UnsupportedParameterError, "only dense", out, model, out)
     model.register_buffer("x", torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))
     refused(UnsupportedParameterError, "qint8", out, model, out)
-
-
-def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
-    full = refusing("pwrite", 12, errno.ENOSPC)  # behind the headers
-    with full, pytest.raises(CheckpointError, match="No space left"):
-        export_safetensors(Net(), tmp_path / "out", max_shard_bytes="100B")
-
-    assert left_in(tmp_path) == []
 
 
 def test_blocks_are_small_whatever_the_tensor(tmp_path: Path) -> None:

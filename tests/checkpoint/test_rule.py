@@ -14,7 +14,6 @@ from fsdp_offload.checkpoint.rule import (
     find_layout,
     match,
     or_give,
-    prefixes_that_fit,
 )
 
 FQNS = ["embed.weight", "blocks.0.up.weight", "blocks.0.up.bias", "gain"]
@@ -58,16 +57,18 @@ def test_usual_prefixes_are_found(layout: KeyLayout) -> None:
 def test_others_have_to_be_named_and_are_proposed(layout: KeyLayout) -> None:
     keys = keys_of(layout)
     assert find_layout(keys, FQNS).model is None
-    (model,), (optimizer,) = prefixes_that_fit(keys, FQNS), prefixes_that_fit(keys, FQNS, STATE)
-    assert find_layout(keys, FQNS, model_prefix=model, optimizer_prefix=optimizer) == layout
+    prefixes = {"model_prefix": layout.model, "optimizer_prefix": layout.optimizer}
+    for (option, prefix), kind in zip(prefixes.items(), ("", STATE), strict=True):
+        assert or_give(option, keys, FQNS, kind) == f", or give {option}={prefix!r}"
+    assert find_layout(keys, FQNS, **prefixes) == layout
 
 
 def test_nothing_is_found_in_a_checkpoint_of_another_model() -> None:
     found = find_layout(keys_of(OURS), ["other.weight", "weight"])
     assert found == KeyLayout(None, None)
     assert found.entries(STATE, keys_of(OURS)) == {}
-    assert prefixes_that_fit(keys_of(OURS), ["other.weight", "up.weigh"]) == []
-    assert or_give("model_prefix", keys_of(OURS), ["other.weight"]) == ""
+    for fqn in ("other.weight", "up.weigh"):
+        assert or_give("model_prefix", keys_of(OURS), [fqn]) == ""
     keys = ["x.up", "y.up"]
     assert or_give("model_prefix", keys, ["up"]) == ", or give model_prefix='x.' or 'y.'"
 

@@ -37,7 +37,6 @@ def modules_after(*words: str) -> tuple[str, set[str]]:
         ["plan", "--help"],
         ["inspect", "--help"],
         ["bench", "--help"],
-        ["bench", "phases", "--help"],
     ],
 )
 def test_help_does_without_torch(words: list[str]) -> None:
@@ -61,10 +60,8 @@ def test_help_names_all_commands() -> None:
         ["doctor", "--device", "x"],
         ["doctor", "--dev"],
         ["bench", "--layer", "2"],
-        ["bench", "checkpoint", "folder"],
         ["bench", "--iterations", "0"],
         ["bench", "--layers", "two"],
-        ["bench", "phases", "--cycles", "1"],
     ],
 )
 def test_wrong_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

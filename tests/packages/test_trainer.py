@@ -1,5 +1,4 @@
-"""The Trainer of transformers, and TRL's, with FSDP2: wrapped in one of four places, they train and
-resume as without."""
+"""The Trainer of transformers, and TRL's, with FSDP2: they train and resume as without."""
 
 from __future__ import annotations
 
@@ -72,75 +71,34 @@ def arguments(cls: Any, folder: str, full: bool, **more: Any) -> Any:
     )
 
 
-def wrapped(optimizer: Any, model: Any, options: dict[str, Any]) -> HybridDeviceOptimizer:
-    return HybridDeviceOptimizer(optimizer, model, **options)
-
-
-def by_factory(base: Any, options: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
-    class Factory:
-        def __call__(self, model: Any, **settings: Any) -> Any:
-            inner = torch.optim.AdamW(model.parameters(), **settings)
-            return inner if options is None else wrapped(inner, model, options)
-
-    return base, {"optimizer_cls_and_kwargs": (Factory, {"lr": 0.01})}
-
-
-def by_override(base: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    class Offloading(base):  # type: ignore[misc]
-        def create_optimizer(self, model: Any = None) -> Any:
-            if self.optimizer is None:
-                super().create_optimizer(model)
-                self.optimizer = wrapped(self.optimizer, model or self.model, options)
-            return self.optimizer
-
-    return Offloading, {}
-
-
-def by_callback(base: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    from transformers import TrainerCallback
-
-    class Offload(TrainerCallback):
-        def on_train_begin(self, *_: Any, model: Any, optimizer: Any, **__: Any) -> None:
-            optimizer.optimizer = wrapped(optimizer.optimizer, model, options)
-
-    return base, {"callbacks": [Offload()]}
-
-
-WAYS: dict[str, Any] = {
-    "plain": lambda base, _: (base, {}),
-    "plain factory": lambda base, _: by_factory(base, None),
-    "factory": by_factory,
-    "create_optimizer": by_override,
-    "on_train_begin": by_callback,
-    "offload": lambda base, _: (base, {}),
-}
-
-
 def train(
-    way: str, folder: str, full: bool, resume: str = "", optim: str = "adamw_torch", **options: Any
+    offloads: bool,
+    folder: str,
+    full: bool = False,
+    resume: str = "",
+    optim: str = "adamw_torch",
+    **options: Any,
 ) -> list[Any]:
-    """What the Trainer has logged, but for times, and who was asked to step."""
+    """What the Trainer has logged, but for times."""
     from transformers import Trainer, TrainingArguments
 
-    from fsdp_offload.integrations.transformers import offload
-
     with accelerate_with_fsdp2():
-        cls, more = WAYS[way](Trainer, options)
-        trainer = cls(
+        trainer = Trainer(
             model=make_model(),
             args=arguments(TrainingArguments, folder, full, optim=optim),
             train_dataset=rows(),
             eval_dataset=rows()[:4],
-            **more,
         )
-        if way == "offload":
-            offload(trainer, **options)
-        trainer.train(resume_from_checkpoint=resume or None)
-        return finished(trainer, way)
+        return finished(trainer, offloads, resume, options)
 
 
-def finished(trainer: Any, way: str) -> list[Any]:
-    if not way.startswith("plain"):
+def finished(trainer: Any, offloads: bool, resume: str, options: dict[str, Any]) -> list[Any]:
+    from fsdp_offload.integrations.transformers import offload
+
+    if offloads:
+        offload(trainer, **options)
+    trainer.train(resume_from_checkpoint=resume or None)
+    if offloads:
         held = trainer.optimizer.optimizer
         check(isinstance(held, HybridDeviceOptimizer), f"{type(held)} stepped")
         check(held.statistics().steps > 0, "no step was its own")
@@ -149,44 +107,31 @@ def finished(trainer: Any, way: str) -> list[Any]:
 
 
 def test_smoke(ranks: Ranks, tmp_path: Path) -> None:
-    expected = ranks(2).run(train, "plain", str(tmp_path / "plain"), False)
-    assert ranks(2).run(train, "offload", str(tmp_path / "ours"), False) == expected
+    expected = ranks(2).run(train, False, str(tmp_path / "plain"))
+    assert ranks(2).run(train, True, str(tmp_path / "ours")) == expected
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("way", "full"),
-    [
-        ("factory", False),
-        ("create_optimizer", False),
-        ("on_train_begin", True),
-        ("offload", False),
-        ("offload", True),
-    ],
-)
+@pytest.mark.parametrize("full", [False, True])
 def test_the_trainer_trains_saves_and_resumes_the_same(
-    ranks: Ranks, tmp_path: Path, way: str, full: bool
+    ranks: Ranks, tmp_path: Path, full: bool
 ) -> None:
-    plain = "plain factory" if way == "factory" else "plain"
-    options = {"overlap": "forward"} if way in ("on_train_begin", "offload") else {}
-    expected = ranks(2).run(train, plain, str(tmp_path / "plain"), full)
+    beside = {"overlap": "forward"}
+    expected = ranks(2).run(train, False, str(tmp_path / "False"), full)
     assert any("eval_loss" in row for row in expected[0])
     assert sum("grad_norm" in row for row in expected[0]) == STEPS
-    assert ranks(2).run(train, way, str(tmp_path / "ours"), full, **options) == expected
-    pairs = (
-        [("ours", way)] if way == "factory" else [("ours", way), ("plain", way), ("ours", plain)]
-    )
-    for first, second in pairs:
-        folder = str(tmp_path / first / "checkpoint-2")
-        more = options if second == way else {}
-        again = str(tmp_path / f"{first}-{second}".replace(" ", ""))
-        assert ranks(2).run(train, second, again, full, folder, **more) == expected, (first, second)
-    assert os.listdir(tmp_path / "ours" / "checkpoint-4")
+    assert ranks(2).run(train, True, str(tmp_path / "True"), full, **beside) == expected
+    for first, second in ((True, True), (False, True), (True, False)):
+        folder, again = tmp_path / str(first) / "checkpoint-2", tmp_path / f"{first}-{second}"
+        more = beside if second else {}
+        found = ranks(2).run(train, second, str(again), full, str(folder), **more)
+        assert found == expected, (first, second)
+    assert os.listdir(tmp_path / "True" / "checkpoint-4")
 
 
 def clipped_in_backward(folder: str) -> str:
     try:
-        train("offload", folder, False, overlap="backward")
+        train(True, folder, overlap="backward")
     except SpentGradientError as error:
         return str(error)
     return ""
@@ -202,39 +147,34 @@ def test_updates_in_backward_are_refused_where_the_trainer_takes_the_norm(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("optim", "package", "way"),
+    ("optim", "package"),
     [
-        ("adamw_torch_fused", "torch", "create_optimizer"),
-        ("rmsprop", "torch", "create_optimizer"),
-        ("sgd", "torch", "on_train_begin"),
-        ("adamw_torch_8bit", "torchao", "create_optimizer"),
-        ("adamw_torch_8bit", "torchao", "on_train_begin"),
-        ("schedule_free_adamw", "schedulefree", "create_optimizer"),
-        ("schedule_free_adamw", "schedulefree", "on_train_begin"),
-        ("adamw_bnb_8bit", "bitsandbytes", "on_train_begin"),
+        ("adamw_torch_fused", "torch"),
+        ("rmsprop", "torch"),
+        ("sgd", "torch"),
+        ("adamw_torch_8bit", "torchao"),
+        ("schedule_free_adamw", "schedulefree"),
+        ("adamw_bnb_8bit", "bitsandbytes"),
     ],
 )
 def test_classes_of_transformers_give_the_bits_that_they_give_alone(
-    ranks: Ranks, tmp_path: Path, optim: str, package: str, way: str
+    ranks: Ranks, tmp_path: Path, optim: str, package: str
 ) -> None:
     pytest.importorskip(package, reason=f"{package} is not installed")
     try:
-        expected = ranks(2).run(train, "plain", str(tmp_path / "plain"), False, optim=optim)
+        expected = ranks(2).run(train, False, str(tmp_path / "plain"), optim=optim)
     except RankError as error:
         pytest.skip(f"{optim} does not run alone here: {str(error).strip().splitlines()[-1]}")
-    assert ranks(2).run(train, way, str(tmp_path / "ours"), False, optim=optim) == expected
+    assert ranks(2).run(train, True, str(tmp_path / "ours"), optim=optim) == expected
 
 
-def fine_tune(way: str, folder: str, resume: str = "", **options: Any) -> list[Any]:
+def fine_tune(offloads: bool, folder: str, resume: str = "", **options: Any) -> list[Any]:
     """TRL's SFTTrainer with LoRA and gradient checkpointing."""
     from datasets import Dataset
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
-    from fsdp_offload.integrations.transformers import offload
-
     with accelerate_with_fsdp2():
-        cls, more = WAYS[way](SFTTrainer, options)
         settings = arguments(
             SFTConfig,
             folder,
@@ -246,19 +186,15 @@ def fine_tune(way: str, folder: str, resume: str = "", **options: Any) -> list[A
             dataset_kwargs={"skip_prepare_dataset": True},
         )
         data = Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in rows()])
-        trainer = cls(
+        trainer = SFTTrainer(
             model=make_model(),
             args=settings,
             train_dataset=data,
             eval_dataset=data.select(range(4)),
             processing_class=tokenizer(),
             peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0),
-            **more,
         )
-        if way == "offload":
-            offload(trainer, **options)
-        trainer.train(resume_from_checkpoint=resume or None)
-        return finished(trainer, way)
+        return finished(trainer, offloads, resume, options)
 
 
 def tokenizer() -> Any:
@@ -276,8 +212,8 @@ def tokenizer() -> Any:
 def test_trl_smoke(ranks: Ranks, tmp_path: Path) -> None:
     for package in ("trl", "peft", "datasets"):
         pytest.importorskip(package, reason=f"{package} is not installed")
-    expected = ranks(2).run(fine_tune, "plain", str(tmp_path / "plain"))
-    assert ranks(2).run(fine_tune, "offload", str(tmp_path / "ours")) == expected
+    expected = ranks(2).run(fine_tune, False, str(tmp_path / "plain"))
+    assert ranks(2).run(fine_tune, True, str(tmp_path / "ours")) == expected
 
 
 @pytest.mark.long
@@ -287,12 +223,12 @@ def test_trl_with_lora_trains_and_resumes_the_same(
 ) -> None:
     for package in ("trl", "peft", "datasets"):
         pytest.importorskip(package, reason=f"{package} is not installed")
-    expected = ranks(2).run(fine_tune, "plain", str(tmp_path / "plain"))
+    expected = ranks(2).run(fine_tune, False, str(tmp_path / "plain"))
     assert sum("grad_norm" in row for row in expected[0]) == STEPS
     ours, again = str(tmp_path / "ours"), str(tmp_path / "again")
-    assert ranks(2).run(fine_tune, "offload", ours, overlap=overlap) == expected
+    assert ranks(2).run(fine_tune, True, ours, overlap=overlap) == expected
     half = f"{ours}/checkpoint-2"
-    assert ranks(2).run(fine_tune, "offload", again, half, overlap=overlap) == expected
+    assert ranks(2).run(fine_tune, True, again, half, overlap=overlap) == expected
 
 
 def test_a_trainer_whose_optimizer_accelerate_does_not_prepare_is_refused(tmp_path: Path) -> None:
