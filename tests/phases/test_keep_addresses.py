@@ -21,7 +21,7 @@ from fsdp_offload.core.errors import (
     DeviceMemoryError,
     HostMemoryError,
 )
-from fsdp_offload.core.storage import can_swap
+from fsdp_offload.core.storage import AddressPool, can_swap
 from fsdp_offload.link import address_range
 from fsdp_offload.link.address_range import HostDriver
 from fsdp_offload.link.block import StorageBlock
@@ -155,6 +155,27 @@ def test_a_torch_that_cannot_swap_is_refused_on_the_cpu(monkeypatch: pytest.Monk
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     return allocator_in_place(monkeypatch)
+
+
+def test_the_pool_takes_memory_where_it_should(allocator: Allocator) -> None:
+    given: dict[int, int] = {}
+
+    def memory(n: int) -> int:
+        address = (len(given) + 1) << 32
+        given[address] = n
+        return address
+
+    pool: Any = AddressPool(CUDA, memory)
+    moved = [Storage(allocator, n * MIB) for n in (30, 3, 12, 1, 1, 40)]
+    for storage in moved:
+        pool.move([storage])
+    assert list(given.values()) == [n * MIB for n in (30, 20, 12, 2, 2, 40)]
+    first, second, _, _, _, sixth = given
+    addresses = [storage.address for storage in moved]
+    # The third lies behind the second, and one small storage behind the other.
+    assert addresses[:3] == [first, second, second + 3 * MIB]
+    assert addresses[4] == addresses[3] + MIB
+    assert addresses[5] == sixth
 
 
 @pytest.mark.parametrize("cuts", [True, False])

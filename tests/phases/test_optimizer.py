@@ -246,6 +246,22 @@ def test_a_failed_optimizer_is_not_offloaded(monkeypatch: pytest.MonkeyPatch) ->
     step(mine, away, 1)
 
 
+def test_the_optimizer_alone_goes_within_a_phase_of_all_of_it() -> None:
+    """What one offloader has away, the other neither moves nor brings back."""
+    parameters, away = build(offload_fraction=0.5)
+    step(parameters, away, 1)
+    both = PhaseOffloader(nn.ParameterList(parameters), away, grads="drop")
+    alone = optimizer_alone(away)
+    for outer, inner in ((alone, both), (both, alone)):
+        outer.offload()
+        inner.offload()
+        inner.reload()
+        with pytest.raises(AwayError):
+            away.step()
+        outer.reload()
+        step(parameters, away, 2)
+
+
 @pytest.mark.parametrize("make", [adamw, lambda p: HybridDeviceOptimizer(adamw(p))])
 def test_the_model_is_used_while_its_optimizer_is_away(make: Any) -> None:
     model = nn.Linear(5, 3)
