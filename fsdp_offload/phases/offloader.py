@@ -31,8 +31,7 @@ from ..core.offloadable import Offloadable, offloadable_of, remove_all
 from ..link import address_range, held_bytes
 from ..link.block import OwnedBlock, StorageBlock, collect, in_order
 from ..link.transfer import Figures, Handle, Transfer
-from .gradients import Gradients
-from .guard import ModelGuard, PlainOptimizer
+from .guard import Gradients, ModelGuard, PlainOptimizer
 from .region import FixedMemory, is_movable
 
 KINDS: Final = ("params", "grads", "state")

@@ -296,28 +296,32 @@ def test_what_is_on_its_way_is_not_brought_back() -> None:
         moved.close()
 
 
+def chain(moved: ActivationOffload) -> Any:
+    """Five batches of three ranges."""
+    y = batch(0).requires_grad_()
+    with moved:
+        for _ in range(15):
+            y = y.exp().mul(0.1)
+    return y
+
+
+def needs_last(y: Any) -> None:
+    y.grad_fn.next_functions[0][0]._saved_result  # noqa: B018
+
+
 @pytest.mark.parametrize(("share", "count"), [(1.0, 1 + AHEAD), (0.5, AHEAD)])
 def test_two_batches_come_back_ahead(share: float, count: int) -> None:
     """Those in between that stay do not count."""
-    moved, x = made(share=share), batch(0).requires_grad_()
-    with moved:
-        y = x
-        for _ in range(15):
-            y = y.exp().mul(0.1)
+    moved = made(share=share)
+    needs_last(chain(moved))
     assert moved._copies.counts["batches"] == 5
-    last = y.grad_fn.next_functions[0][0]
-    last._saved_result  # noqa: B018
     assert moved.statistics().returned_bytes == count * 3 * SIZE
 
 
 def test_what_is_needed_soon_is_not_let_go() -> None:
     with StreamSimulator("lazy", inline_current=True) as simulator:
-        moved, x = made(), batch(0).requires_grad_()
-        with moved:
-            y = x
-            for _ in range(15):
-                y = y.exp().mul(0.1)
-        y.grad_fn.next_functions[0][0]._saved_result  # noqa: B018
+        moved = made()
+        needs_last(y := chain(moved))
         simulator.synchronize()
         moved.statistics()
         y.sum().backward()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,10 +29,11 @@ from fsdp_offload.link.transfer import Transfer
 from fsdp_offload.phases import region as fixed
 from tests.away import has_memory
 from tests.helpers.pooling import MIB, Allocator, Storage, allocator_in_place, memory_in_place
-from tests.phases.twins import Job
+from tests.phases.twins import Job, failing
 
 CUDA = torch.device("cuda", 0)
 CHUNK = 4096
+FULL = torch.OutOfMemoryError("full")
 SWAPS = pytest.mark.skipif(not can_swap(), reason="this torch cannot swap CPU storages")
 
 
@@ -106,18 +106,6 @@ def test_tensors_of_a_region_are_left_to_it() -> None:
         phases.close()
 
 
-def runs_out(call: Callable[..., Any], after: int) -> Callable[..., Any]:
-    """``call``, which raises after that many calls."""
-    left = iter(range(after))
-
-    def short(*args: Any) -> Any:
-        if next(left, None) is None:
-            raise torch.OutOfMemoryError("full")
-        return call(*args)
-
-    return short
-
-
 @SWAPS
 @pytest.mark.parametrize("at", [0, 2, None])
 def test_without_memory_nothing_moves(at: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +113,8 @@ def test_without_memory_nothing_moves(at: int | None, monkeypatch: pytest.Monkey
     job, options = Job(), {} if at is not None else {"transfer": TransferConfig(host_memory="100B")}
     with monkeypatch.context() as patch:
         if at is not None:
-            patch.setattr(HostDriver, "reserve", runs_out(HostDriver.reserve, at))
+            reserve = failing(HostDriver.reserve, at, FULL, onwards=True)
+            patch.setattr(HostDriver, "reserve", reserve)
         with pytest.raises(
             (DeviceMemoryError, HostMemoryError), match=r"nothing has changed|100 byte"
         ):
@@ -142,7 +131,7 @@ def test_a_close_that_found_no_memory_goes_on_later(monkeypatch: pytest.MonkeyPa
     job = Job()
     phases = PhaseOffloader(job.model, job.optimizer, keep_addresses=True)
     with monkeypatch.context() as patch:
-        patch.setattr(storages, "renew", runs_out(storages.renew, 3))
+        patch.setattr(storages, "renew", failing(storages.renew, 3, FULL, onwards=True))
         with pytest.raises(DeviceMemoryError, match="everything is on the device"):
             phases.close()
     job.check()

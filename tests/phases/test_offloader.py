@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import itertools
 import os
 import pickle
 import re
@@ -41,6 +40,7 @@ from fsdp_offload.link.transfer import Handle
 from fsdp_offload.phases import offloader
 from tests.away import has_memory
 from tests.helpers.compare import assert_same
+from tests.phases.twins import failing
 
 
 class Net(nn.Module):
@@ -580,18 +580,6 @@ def test_host_memory_short_changes_nothing() -> None:
 
 
 BLOCKS = {False: StorageBlock, True: Chunk}
-
-
-def failing(call: Callable[[Any], Any], at: int, error: BaseException) -> Callable[[Any], Any]:
-    """``call``, which raises in one of its calls."""
-    calls = itertools.count()
-
-    def fail(block: Any) -> Any:
-        if next(calls) == at:
-            raise error
-        return call(block)
-
-    return fail
 
 
 @pytest.fixture(params=["plain", "hybrid"])

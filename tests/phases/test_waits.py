@@ -14,6 +14,7 @@ from fsdp_offload.link import transfer
 from fsdp_offload.link.block import StorageBlock
 from tests.helpers.policies import POLICIES
 from tests.helpers.simulator import ADVERSARIES, StreamSimulator
+from tests.phases.twins import failing
 
 SHAPES = (600_000, 40, 270_000, 7)  # the first is a batch of its own, the others are one together
 
@@ -156,13 +157,7 @@ def test_a_failed_offload_leaves_no_copy_under_way(
     with StreamSimulator(policy) as simulator:
         job = Job(simulator)
         job.write()
-        view, left = StorageBlock.view, iter(range(5, -1, -1))  # behind all of the parameters
-
-        def fail(block: StorageBlock) -> Tensor:
-            if next(left, -1) == 0:
-                raise ZeroDivisionError
-            return view(block)
-
+        fail = failing(StorageBlock.view, 5, ZeroDivisionError())  # behind all of the parameters
         with monkeypatch.context() as patch:
             patch.setattr(StorageBlock, "view", fail)
             with pytest.raises(ZeroDivisionError):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,3 +53,18 @@ class Job:
     def check(self) -> None:
         for mine, other in ((self.model, self.twin), (self.optimizer, self.other)):
             torch.testing.assert_close(mine.state_dict(), other.state_dict(), rtol=0, atol=0)
+
+
+def failing(
+    call: Callable[..., Any], at: int, error: BaseException, *, onwards: bool = False
+) -> Callable[..., Any]:
+    """``call``, which raises in one of its calls, or from then on."""
+    calls = itertools.count()
+
+    def fail(*args: Any) -> Any:
+        index = next(calls)
+        if index == at or (onwards and index > at):
+            raise error
+        return call(*args)
+
+    return fail
