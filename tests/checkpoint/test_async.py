@@ -105,6 +105,32 @@ def test_saves_wait_for_each_other(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(save_twice, tmp_path)
 
 
+def fail_while_copying(root: Path) -> str:
+    """Staging fails on one rank; none may publish, and none may wait for it for ever."""
+    job = jobs.trained(Variant())
+    stage = Stager.stage
+
+    def failing(*args: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise ValueError("it broke")
+        return stage(*args)
+
+    with mock.patch.object(Stager, "stage", failing):
+        future = checkpoint.async_save(root / "broken", *job.pair)
+    with pytest.raises(CheckpointError) as caught:
+        future.result(60)
+    dist.barrier()
+    check(not list(root.iterdir()), f"left behind: {list(root.iterdir())}")
+    return str(caught.value)
+
+
+def test_an_error_while_copying_reaches_the_future_of_all(ranks: Ranks, tmp_path: Path) -> None:
+    told = ranks(2).run(fail_while_copying, tmp_path)
+
+    assert all("it broke" in each for each in told)
+    assert "rank 1" in told[0]
+
+
 def test_a_thread_that_cannot_be_started_is_an_error(tmp_path: Path) -> None:
     refused = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no thread"))
     with refused, pytest.raises(CheckpointError, match="no thread"):

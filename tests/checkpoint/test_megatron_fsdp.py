@@ -27,7 +27,7 @@ from tests.checkpoint import stand_in
 from tests.checkpoint.jobs import Ranks
 from tests.fsdp import models
 from tests.fsdp.models import check, local
-from tests.helpers.compare import assert_same, master_of
+from tests.helpers.compare import assert_same
 
 LANES = ("streamed", "host", "resident")
 KINDS = ("exp_avg", "exp_avg_sq")
@@ -55,8 +55,8 @@ Job = tuple[dict[str, nn.Parameter], HybridDeviceOptimizer]
 
 
 def job(*, seed: int = 0, dtype: torch.dtype = torch.float32) -> Job:
-    mesh = models.mesh((dist.get_world_size(),), ("dp",))
-    parameters = stand_in.parameters(whole(seed, dtype), mesh)
+    layout = stand_in.Layout(models.mesh((dist.get_world_size(),), ("dp",)))
+    parameters = layout.make(whole(seed, dtype))
     return parameters, models.wrap(adamw(parameters.values()), update_on=LANES)
 
 
@@ -129,7 +129,12 @@ def check_is(made: Job, expected: dict[str, Tensor], what: str) -> None:
     """``expected``: whole tensors, or this rank's pieces of those that it has elements of."""
     for name, parameter in made[0].items():
         state, shard = made[1].state[parameter], local(parameter)
-        master = master_of(shard, {entry: local(value) for entry, value in state.items()})
+        master = shard
+        if "master" in state:
+            master = local(state["master"])
+        elif "master_remainder" in state:
+            master = torch.empty(shard.numel())
+            codec.decode(shard.reshape(-1), local(state["master_remainder"]).reshape(-1), master)
         found = {name: master, **{f"{name}.{kind}": local(state[kind]) for kind in KINDS}}
         for key, value in found.items():
             mine = expected.get(key, value)
@@ -253,6 +258,49 @@ def test_weights_are_exported_from_where_they_lie(ranks: Ranks, tmp_path: Path) 
     expected = {name: value.float() for name, value in whole(0, torch.bfloat16).items()}
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+EVEN = {"embed": (22, 12), "up": (70, 12), "cube": (6, 2, 6), "row": (2, 4)}
+
+
+def numbered() -> dict[str, Tensor]:
+    """Every element of every tensor is another number."""
+    numels = [torch.Size(shape).numel() for shape in EVEN.values()]
+    pieces = torch.arange(1.0, sum(numels) + 1).split(numels)
+    return {name: piece.view(EVEN[name]) for name, piece in zip(EVEN, pieces, strict=True)}
+
+
+def save_numbers(kind: str, path: Path) -> int:
+    """State whose values are positions; returns how many bytes of it this rank writes."""
+    made = {
+        "hsdp": lambda: stand_in.Layout(models.mesh((2, 2), ("outer", "dp")), outer=True),
+        "tp rows": lambda: stand_in.Layout(models.mesh((2, 2), ("dp", "tp")), tp_dim=0),
+        "tp columns": lambda: stand_in.Layout(models.mesh((2, 2), ("dp", "tp")), tp_dim=1),
+    }[kind]()
+    parameters = made.make(numbered())
+    optimizer = models.wrap(adamw(parameters.values()), update_on="host")
+    saved = {}
+    for name, parameter in parameters.items():
+        state = optimizer.state[parameter]["exp_avg"]
+        local(state).copy_(local(parameter))
+        saved[name] = state
+    dcp.save(saved, checkpoint_id=path)
+    return sum(
+        item.tensor_data.chunk.sizes.numel()
+        for name, value in saved.items()
+        for item in _create_write_items(name, value)
+    )
+
+
+@pytest.mark.parametrize("kind", ["hsdp", "tp rows", "tp columns"])
+def test_replicas_and_tensor_parallel_blocks_are_saved_where_they_belong(
+    ranks: Ranks, tmp_path: Path, kind: str
+) -> None:
+    counts = ranks(4).run(save_numbers, kind, tmp_path)
+    assert sum(counts) == sum(v.numel() for v in numbered().values())
+    assert (counts[2:] == [0, 0]) == (kind == "hsdp")
+    for found in ranks(4).run(load_in_fsdp2, numbered(), tmp_path):
+        assert_same(found, numbered())
 
 
 NEEDS_PACKAGE = pytest.mark.skipif(

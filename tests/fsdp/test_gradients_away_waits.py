@@ -24,7 +24,7 @@ from fsdp_offload.optimizer.host_gradients import HostGradients
 from tests.fsdp import models
 from tests.fsdp.models import Ranks
 from tests.helpers.fake_fsdp import add_gradient, copy, write_gradient
-from tests.helpers.removed_waits import CPU, NOTHING, Removal, Simulator, Skip, adversaries
+from tests.helpers.removed_waits import CPU, NOTHING, Removal, Simulator, Skip
 from tests.helpers.simulator import ADVERSARIES, use_backend
 
 LAYERS, STEPS = 4, 2
@@ -162,18 +162,8 @@ def pairs(scene: str) -> set[tuple[str, str]]:
     return {pair for pair in found if pair[0] == "current"} if scene == "reads" else found
 
 
-def unnoticed(scene: str) -> list[tuple[str, str]]:
-    simulator, needed, _ = WAITS.complete(scene)
-    chosen, more = pairs(scene), [f"random:{seed}" for seed in range(8, 40)]
-    return [
-        simulator.wait_log[index]
-        for index in needed
-        if simulator.wait_log[index] in chosen
-        and not any(
-            WAITS.shows(scene, policy, ("wait", index))
-            for policy in (*adversaries(("wait", index), simulator.order), *more)
-        )
-    ]
+def unnoticed(scene: str) -> list[str]:
+    return WAITS.unnoticed(scene, pairs(scene), [f"random:{seed}" for seed in range(8, 40)])
 
 
 def noticed_by_a_reader() -> bool:

@@ -210,8 +210,11 @@ class Removal:
         found, simulator = self._run(scene, policy, skip)
         return bool(simulator.late_uses) or not same(found, self.expected(scene))
 
-    def unnoticed(self, scene: Any, pairs: set[tuple[str, str]] | None = None) -> list[str]:
-        """Waits that no adversary misses: of these pairs of streams, or all and the host's."""
+    def unnoticed(
+        self, scene: Any, pairs: set[tuple[str, str]] | None = None, more: Sequence[str] = ()
+    ) -> list[str]:
+        """Waits that no adversary (nor any of ``more``) misses: of these pairs of streams, or all
+        and the host's."""
         simulator, needed, _ = self.complete(scene)
         log = simulator.wait_log
         skips = [("wait", i) for i in needed if pairs is None or log[i] in pairs]
@@ -221,7 +224,8 @@ class Removal:
             f"{skip}: {log[skip[1]] if skip[0] == 'wait' else ''}"
             for skip in skips
             if not any(
-                self.shows(scene, policy, skip) for policy in adversaries(skip, simulator.order)
+                self.shows(scene, policy, skip)
+                for policy in (*adversaries(skip, simulator.order), *more)
             )
         ]
 

@@ -223,7 +223,6 @@ class SimulatedEvent:
         self.stream.simulator._synchronize(self)
 
     def elapsed_time(self, end_event: SimulatedEvent) -> float:
-        """Nothing here takes time."""
         return 0.0
 
 
@@ -263,7 +262,6 @@ class SimulatedStream:
         return SimulatedEvent(self, self.n_enqueued)
 
     def record_timed(self) -> SimulatedEvent:
-        """:meth:`record`: events carry no time here."""
         return self.record()
 
     def synchronize(self) -> None:
@@ -486,7 +484,6 @@ class StreamSimulator:
         return self._current
 
     def is_capturing(self) -> bool:
-        """Never."""
         return False
 
     def adopt_stream(self, raw: object) -> SimulatedStream:
@@ -498,7 +495,6 @@ class StreamSimulator:
         return self.current_stream().record()
 
     def executor(self, name: str, set_up: Callable[[], None]) -> WaitingExecutor:
-        """There is only one thread."""
         return WaitingExecutor()
 
     def allocate(self, n_bytes: int) -> torch.Tensor:
@@ -507,11 +503,9 @@ class StreamSimulator:
         return torch.full((n_bytes,), 0xFF, dtype=torch.uint8, device="cpu")
 
     def allocator(self) -> AllocatorFigures | None:
-        """See :class:`.core.backend.Backend`: there are no such figures."""
         return None
 
     def free_and_total(self) -> tuple[int, int]:
-        """See :class:`.core.backend.Backend`."""
         return 0, 0
 
     # ---- for tests

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -34,28 +32,28 @@ class Job:
         self.folder = folder
         self.model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(2)))
 
-    def optimizer(self, transfer: TransferConfig | None) -> HybridDeviceOptimizer:
+    def optimizer(self, transfer: TransferConfig | None = None) -> HybridDeviceOptimizer:
         inner = torch.optim.AdamW(self.model[0].parameters())
         return HybridDeviceOptimizer(inner, self.model, transfer=transfer)
 
-    def phases(self, transfer: TransferConfig | None) -> PhaseOffloader:
+    def phases(self, transfer: TransferConfig | None = None) -> PhaseOffloader:
         return PhaseOffloader(self.model, transfer=transfer)
 
-    def region(self, transfer: TransferConfig | None) -> FixedAddressRegion:
+    def region(self, transfer: TransferConfig | None = None) -> FixedAddressRegion:
         made = FixedAddressRegion("kv", "cpu", transfer=transfer)
         made.empty(N_BYTES, dtype=torch.uint8)
         made.reserve()
         return made
 
-    def stash(self, transfer: TransferConfig | None) -> PagedStash:
+    def stash(self, transfer: TransferConfig | None = None) -> PagedStash:
         made = PagedStash("cpu", N_BYTES, host_bytes=N_BYTES, transfer=transfer)
         made.prepare()
         return made
 
-    def activations(self, transfer: TransferConfig | None) -> ActivationOffload:
+    def activations(self, transfer: TransferConfig | None = None) -> ActivationOffload:
         return ActivationOffload(N_BYTES, 1.0, device="cpu", transfer=transfer)
 
-    def save(self, transfer: TransferConfig | None) -> None:
+    def save(self, transfer: TransferConfig | None = None) -> None:
         checkpoint.async_save(self.folder / "saved", self.model).result(60)
 
 
@@ -74,28 +72,23 @@ def job(tmp_path: Path) -> Job:
     return Job(tmp_path)
 
 
-def make(job: Job, what: str, transfer: TransferConfig | None = None) -> Any:
-    make_one: Callable[[TransferConfig | None], Any] = getattr(job, what)
-    return make_one(transfer)
-
-
 @pytest.mark.parametrize("given", ["optimizer", "phases", "region", "stash", "activations"])
 @pytest.mark.parametrize("second", HOLDERS)
 def test_it_bounds_the_sum_whatever_it_was_given_to(job: Job, given: str, second: str) -> None:
-    first = make(job, given, TransferConfig(host_memory="3MiB"))
+    first = getattr(job, given)(TransferConfig(host_memory="3MiB"))
     with pytest.raises(HostMemoryError) as caught:
-        make(job, second)
+        getattr(job, second)()
     for part in (f"{HOLDERS[second]}: ", "host_memory is 3145728 bytes", f"{HOLDERS[given]} = "):
         assert part in str(caught.value)
     first.close()
-    make(job, second)
+    getattr(job, second)()
 
 
 def test_a_failed_attempt_leaves_no_bound(job: Job) -> None:
     for what in ("optimizer", "phases", "region", "stash", "activations"):
         with pytest.raises(HostMemoryError, match="host_memory is 1 bytes") as caught:
-            make(job, what, TransferConfig(host_memory="1B"))
-        made = make(job, what, TransferConfig(host_memory="1GiB"))
+            getattr(job, what)(TransferConfig(host_memory="1B"))
+        made = getattr(job, what)(TransferConfig(host_memory="1GiB"))
         made.close()
         del caught
 
@@ -109,8 +102,8 @@ def test_a_stash_that_gets_no_pool_holds_no_host_memory() -> None:
 
 
 def test_statistics_say_who_holds_what(job: Job) -> None:
-    optimizer, phases = make(job, "optimizer"), make(job, "phases")
-    moved = make(job, "activations")
+    optimizer, phases = job.optimizer(), job.phases()
+    moved = job.activations()
     checkpoint.async_save(job.folder / "saved", job.model).result(60)
     found = optimizer.statistics().host_bytes_by_holder
     assert found[HOLDERS["optimizer"]] == optimizer.statistics().host_arena_bytes

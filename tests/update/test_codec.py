@@ -28,9 +28,7 @@ def encoded(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decoded(value: Tensor, remainder: Tensor) -> Tensor:
-    master = torch.empty(value.numel())
-    codec.decode(value, remainder.view(torch.bfloat16), master)
-    return master
+    return codec.decoded(value, remainder.view(torch.bfloat16))
 
 
 def all_values() -> Tensor:

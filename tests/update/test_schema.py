@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from fsdp_offload.core.errors import StateSchemaError, UnsupportedOptimizerError
 from fsdp_offload.update.schema import (
     Schema,
-    StateKind,
     check_supported,
     has_schema,
     is_torch_class,
@@ -39,26 +38,25 @@ def parameter(dtype: torch.dtype = torch.float32) -> nn.Parameter:
     return made
 
 
-def kind_of(name: str, value: Any) -> StateKind:
-    """What a value in a real state is."""
-    if not isinstance(value, Tensor):
-        return StateKind(name, "number")
-    if value.dim() == 0:
-        return StateKind(name, "scalar", value.dtype, value.device == CPU)
-    return StateKind(name, "like" if value.shape == SHAPE else "other", value.dtype)
+Kinds = list[tuple[str, str, torch.dtype | None]]
+"""Names, roles and dtypes."""
 
 
-def found_in(optimizer: Optimizer) -> tuple[list[str], list[Any], list[Any]]:
-    """Names, roles and dtypes that one real step leaves."""
+def found_in(optimizer: Optimizer) -> Kinds:
+    """What one real step leaves."""
     optimizer.step()
     state = optimizer.state[optimizer.param_groups[0]["params"][0]]
-    kinds = [kind_of(name, value) for name, value in state.items()]
-    return [k.name for k in kinds], [k.role for k in kinds], [k.dtype for k in kinds]
+    roles = {(): "scalar", SHAPE: "like"}
+    return [
+        (name, roles[tuple(value.shape)], value.dtype)
+        if isinstance(value, Tensor)
+        else (name, "number", None)
+        for name, value in state.items()
+    ]
 
 
-def expected_from(schema: Schema) -> tuple[list[str], list[Any], list[Any]]:
-    kinds = schema.kinds
-    return [k.name for k in kinds], [k.role for k in kinds], [k.dtype for k in kinds]
+def expected_from(schema: Schema) -> Kinds:
+    return [(kind.name, kind.role, kind.dtype) for kind in schema.kinds]
 
 
 # --------------------------------------------------------------------------- torch's classes
