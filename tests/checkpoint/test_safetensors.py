@@ -187,6 +187,18 @@ def test_each_rank_reads_its_shards_alone(ranks: Ranks, tmp_path: Path, kind: st
     assert max(both) < 0.6 * whole
 
 
+def fill_from_a_checkpoint(tmp: Path) -> None:
+    first = sharded(filled())
+    checkpoint.save(tmp / "saved", first)
+    second = sharded(on_meta())
+    checkpoint.load(tmp / "saved", second)
+    check_filled(second)
+
+
+def test_a_checkpoint_fills_a_model_on_the_meta_device(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(fill_from_a_checkpoint, tmp_path)
+
+
 def test_base_models_say_their_prefix(tmp_path: Path) -> None:
     folder = write(tmp_path / "folder", {f"base.{k}": v for k, v in weights().items()})
     model = on_meta()
