@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Final
@@ -27,20 +27,15 @@ def run(options: argparse.Namespace) -> int:
     return int(worst(checks) == "error")
 
 
-def check_import(import_torch: Callable[[], object]) -> Check | None:
-    """Return an error if Python cannot import torch, or a public name that this package needs."""
-    try:
-        import_torch()
-    except (ImportError, OSError) as error:  # OSError: a library that it is linked with
+def _checks(index: int) -> Iterator[Check]:
+    try:  # to import torch, and all public names that this package needs
+        import_module(".checks", __package__)
+    except (ImportError, OSError) as error:  # OSError: a library that torch is linked with
         text = " ".join(str(error).split())
         remedy = "install it as pytorch.org says, in a version that docs/compatibility.md lists"
-        return Check("torch", "error", f"Python cannot import it: {text}", remedy)
-    return None
-
-
-def _checks(index: int) -> Iterator[Check]:
-    failed = check_import(lambda: import_module(".checks", __package__))
-    yield from _of_torch_and_host(index) if failed is None else [failed]
+        yield Check("torch", "error", f"Python cannot import it: {text}", remedy)
+    else:
+        yield from _of_torch_and_host(index)
 
 
 def _of_torch_and_host(index: int) -> Iterator[Check]:

@@ -16,16 +16,10 @@ CPU = torch.device("cpu")
 DIM, WIDTH, TOKENS, CAPACITY = 16, 24, 12, 40
 
 
-def poisoned(x: Tensor, count: Tensor) -> Tensor:
-    """With NaN beyond the count."""
+def poisoned(x: Tensor, count: Tensor, value: float = float("nan")) -> Tensor:
+    """With ``value`` beyond the count."""
     tail = torch.arange(x.shape[0], device=x.device) >= count
-    return x.masked_fill(tail[:, None], float("nan"))
-
-
-def tailless(x: Tensor, count: Tensor) -> Tensor:
-    """With zeros beyond the count."""
-    tail = torch.arange(x.shape[0], device=x.device) >= count
-    return x.masked_fill(tail[:, None], 0.0)
+    return x.masked_fill(tail[:, None], value)
 
 
 class Matmul(torch.autograd.Function):
@@ -34,13 +28,13 @@ class Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, count: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, count)
-        return poisoned(tailless(x, count) @ weight, count)
+        return poisoned(poisoned(x, count, 0.0) @ weight, count)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, count = ctx.saved_tensors
-        gradient = tailless(gradient, count)
-        return poisoned(gradient @ weight.T, count), tailless(x, count).T @ gradient, None
+        gradient, x = poisoned(gradient, count, 0.0), poisoned(x, count, 0.0)
+        return poisoned(gradient @ weight.T, count), x.T @ gradient, None
 
 
 class MoE(nn.Module):

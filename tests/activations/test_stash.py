@@ -71,6 +71,7 @@ def losses(model: moe.Model, stash: PagedStash | None, whole: bool) -> list[Tens
     counter = torch.zeros(1)
     found: list[Tensor] = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    run: Any = (lambda fn: fn(False)) if stash is None else stash.run
     for step in range(10):
         x = wide(step) if step % 5 == 4 else moe.batch(0)
 
@@ -86,10 +87,8 @@ def losses(model: moe.Model, stash: PagedStash | None, whole: bool) -> list[Tens
             return loss.detach()
 
         optimizer.zero_grad()
-        if whole:
-            loss = iteration(False) if stash is None else stash.run(iteration)
-        else:
-            loss = forward(False) if stash is None else stash.run(forward)
+        loss = run(iteration if whole else forward)
+        if not whole:
             loss.backward()
         optimizer.step()
         found.append(loss.detach())

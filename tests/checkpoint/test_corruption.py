@@ -516,32 +516,3 @@ def test_an_error_of_one_rank_is_raised_on_all(
             assert "No space left" in message
             if at_fault == 1:  # what the lead does, it does for all
                 assert ("rank 1" in message) == (rank == 0), message
-
-
-def load_with_a_bad_disk(root: Path) -> list[tuple[str, str]]:
-    """Rank 1 alone gets read errors: at once, then at the first block of elements only."""
-    made, found = job(), []
-    for least_nbytes in (0, 4096):
-        set_to(made, BEFORE)
-        preadv = os.preadv
-
-        def read(descriptor: int, into: list[memoryview], at: int) -> int:
-            if dist.get_rank() == 1 and len(into[0]) >= least_nbytes:  # noqa: B023
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            return preadv(descriptor, into, at)  # noqa: B023
-
-        with mock.patch.object(os, "preadv", read):
-            error = raised_by(lambda: checkpoint.load(root / "good", *made))
-            barrier()
-        found.append((repr(error), "failed" if is_failed(made) else "refused"))
-        load_good(made, root / "good")
-    return found
-
-
-def test_a_read_error_of_one_rank_is_raised_on_all(ranks: Ranks, saved: Path) -> None:
-    first, second = ranks(2).run(load_with_a_bad_disk, saved)
-    assert [outcome for _, outcome in first] == ["refused", "failed"]
-    assert [outcome for _, outcome in second] == ["refused", "failed"]
-    assert all("CheckpointError" in error for error, _ in first + second)
-    assert all("Input/output error" in error for error, _ in first + second)
-    assert all("rank 1" in error for error, _ in first)

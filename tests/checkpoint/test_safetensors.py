@@ -31,7 +31,7 @@ from fsdp_offload.checkpoint.safetensors import INDEX
 from fsdp_offload.cli.main import main
 from tests.fsdp import models
 from tests.fsdp.models import Ranks
-from tests.helpers.compare import assert_same, local
+from tests.helpers.compare import assert_same
 
 WIDTH, ROWS = 6, 11
 
@@ -220,16 +220,6 @@ def test_the_only_file_may_have_another_name(tmp_path: Path, name: str) -> None:
     (folder / "model.safetensors").rename(folder / f"{name}.safetensors")
     checkpoint.load(folder, model := on_meta())
     check_filled(model)
-
-
-def test_a_masters_optimizer_takes_the_weights(tmp_path: Path) -> None:
-    folder = write(tmp_path / "folder", weights())
-    model = Model().bfloat16()
-    optimizer = HybridDeviceOptimizer(torch.optim.AdamW(model.parameters()), model)
-    checkpoint.load(folder, model)
-    for parameter in model.parameters():
-        remainder = local(optimizer.state[parameter]["master_remainder"])
-        assert not remainder.view(torch.int16).any()
 
 
 # --------------------------------------------------------------------------- what is refused

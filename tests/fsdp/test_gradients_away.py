@@ -423,6 +423,8 @@ def stay(options: dict[str, Any]) -> None:
     optimizer = wrap(model, **options)
     loss_of(model, 0).backward()
     check(optimizer.statistics().host_gradient_bytes == 0, "host memory")
+    has_room = options.get("device_memory") == "1GiB"
+    check(not has_room or optimizer.statistics().host_weight_bytes == 0, "weights have left")
     check(options.get("overlap") == "backward" or not any(away(model)), "away")
     optimizer.step()
     optimizer.close()
