@@ -2,7 +2,8 @@
 
     python docs/benchmarks/trace.py --row backward-d2GiB --svg docs/internals/profile.svg
 
-Needs a GPU. The job is the benchmarks' (1.33B parameters), the row one of theirs.
+Needs a GPU. The job is the benchmarks' (1.33B parameters, unless options say another), the row one
+of theirs. Prints for how long each lane was busy in the iteration that it draws.
 """
 
 from __future__ import annotations
@@ -40,9 +41,8 @@ SHOWN = {
 SPANS = ("fetch", "update", "store", "wait")
 
 
-def recorded(row: str, warm_up: int) -> list[dict[str, Any]]:
-    """The profiler's events of two iterations after ``warm_up``; the second is whole."""
-    job = Job()
+def recorded(job: Job, row: str, warm_up: int) -> list[dict[str, Any]]:
+    """The profiler's events of three iterations after ``warm_up``; the second is whole."""
     with machine.process_group("cuda") as device:
         trainer = make_trainer(Case.parse(row), job, device)
         batches = synthetic_batches(job, device)
@@ -109,7 +109,7 @@ def drawn(found: dict[str, list[tuple[float, float]]], start: float, stop: float
     bottom = TOP + len(names) * LANE
     picture = Picture(bottom + 22, "One iteration, as torch's profiler saw it")
     picture.text(12, 20, "One iteration, as torch's profiler saw it", 14, font_weight="bold")
-    for tick in range(0, int((stop - start) / 1e3) + 1, 50):
+    for tick in range(0, int((stop - start) / 1e3) + 1, 50 if stop - start < 1e6 else 500):
         x = LEFT + tick * 1e3 * scale
         picture.line([(x, TOP - 4), (x, bottom)], "grid")
         text = f"{tick} ms" if not tick else str(tick)
@@ -132,15 +132,23 @@ def main() -> None:
     parser.add_argument("--row", default="backward-d2GiB")
     parser.add_argument("--warm-up", type=int, default=20)
     parser.add_argument("--svg", type=Path, required=True)
+    for name in ("--layers", "--dim", "--tokens"):
+        parser.add_argument(name, type=int)
+    parser.add_argument("--checkpointed", action="store_true")
+    parser.set_defaults(device="cuda")
     options = parser.parse_args()
-    found = rows(recorded(options.row, options.warm_up))
+    found = rows(recorded(Job.of(options), options.row, options.warm_up))
     model = sorted(found["kernels: model"])
     # Three iterations are alike: the middle third of the device's time is one of them.
     begin, end = model[0][0], model[-1][0]
     third = (end - begin) / 3
-    options.svg.write_text(drawn(found, begin + third, begin + 2 * third))
+    start, stop = begin + third, begin + 2 * third
+    options.svg.write_text(drawn(found, start, stop))
+    print(f"one iteration of {third / 1e3:.1f} ms")
     for name, some in sorted(found.items()):
-        print(f"{name:18} {len(some):6} events {sum(length for _, length in some) / 3e3:8.1f} ms")
+        inside = [min(sum(each), stop) - max(each[0], start) for each in merged(some, 0.0)]
+        busy_ms = sum(length for length in inside if length > 0) / 1e3
+        print(f"{name:18} {len(some):6} events in three, busy for {busy_ms:8.1f} ms of one")
 
 
 if __name__ == "__main__":
