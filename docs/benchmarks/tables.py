@@ -160,9 +160,12 @@ def table(kind: str) -> str:
         if not any(re.sub(r"\]\(.*", "", seen) == text for seen in of_job):
             of_job[what] = cells
     lines = [f"| {HEADS[kind]} |", "| --- " * HEADS[kind].count("|") + "| --- |"]
-    for job in sorted(jobs, reverse=True) if kind == "iteration" else jobs:
+    if kind == "iteration":  # the largest job, and the row with the most GPU memory, come first
+        by_size = sorted(jobs.items(), key=lambda item: item[0], reverse=True)
+        jobs = {j: dict(sorted(of.items(), key=lambda row: -float(row[1][2]))) for j, of in by_size}
+    for job, of_job in jobs.items():
         first = ", ".join(job)
-        for what, cells in jobs[job].items():
+        for what, cells in of_job.items():
             lines.append(f"| {first} | {what} | {' | '.join(cells)} |")
             first = ""
     return "\n".join(lines)
