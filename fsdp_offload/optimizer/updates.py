@@ -226,7 +226,7 @@ class Updates:
         return work
 
     def _end_updates(self, work: Work) -> None:
-        """Whom the updates that are under way concern, and what becomes of the gradients."""
+        """Make readers of parameters wait for the updates, and give the gradients up."""
         if self.overlap is None:
             self.reserved.engine.finish(self.reserved.backend.current_stream())
             return

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ..core.config import SMALL_BUCKET_BYTES
-from .residency import LEAST_SLOTS, margin_bytes, most_slots
+from .residency import LEAST_SLOTS, choose_travelling, margin_bytes, most_slots
 
 MOST_GPUS: Final = 4096
 CONTEXT_BYTES: Final = 600 << 20
@@ -179,11 +179,11 @@ def _stay(
     if 2 * weights > left:
         lent += GRADIENT_SLOTS * max(block, root)
     if weights > left - lent:  # a large root takes less memory than slots of its size
-        least = root if root + GATHER_SLOTS * block < GATHER_SLOTS * root else 0.0
+        groups = [int(root), *[int(block)] * model.layers]
+        least = 0.0 if 0 in choose_travelling(groups, 0, GATHER_SLOTS) else root
         lent += GATHER_SLOTS * (block if least else max(block, root))
     left = max(least, left - lent)
-    weights_stay = min(weights, left)
-    return weights_stay, min(weights, left - weights_stay), lent
+    return min(weights, left), min(weights, max(0.0, left - weights)), lent
 
 
 def bounds_ms(travels_bytes: float, compute_ms: float, link_gbps: float) -> tuple[float, float]:
