@@ -20,7 +20,6 @@ import torch
 from .backend import (
     AllocatorFigures,
     Backend,
-    BulkStream,
     Event,
     PendingEvent,
     Stream,
@@ -72,6 +71,13 @@ class _AcceleratorStream:
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         with self._commands.here():
             self._commands.copy(self.raw, targets, sources)
+
+    def copy_in_turns(self, targets: Turns, sources: Turns) -> None:
+        for some, others in zip(targets, sources, strict=True):
+            self.copy(some, others)
+
+    def keep_order(self) -> None:
+        return None  # one stream's copies never overtake each other
 
     def wait(self, event: Event) -> None:
         self.raw.wait_event(_recorded(event))
@@ -182,7 +188,7 @@ class AcceleratorBackend:
     def stream(self, name: str) -> Stream:
         return self._wrapped(self._module.Stream(device=self.device), name)
 
-    def bulk_stream(self, name: str) -> BulkStream:
+    def bulk_stream(self, name: str) -> Stream:
         raws = [self._module.Stream(device=self.device) for _ in range(3)]
         return _TakingTurns(raws, self._module, name, self._commands)
 
@@ -300,7 +306,7 @@ class CpuBackend:
     def stream(self, name: str) -> Stream:
         return _CpuStream(name)
 
-    def bulk_stream(self, name: str) -> BulkStream:
+    def bulk_stream(self, name: str) -> Stream:
         return _CpuStream(name)
 
     def current_stream(self) -> Stream:
