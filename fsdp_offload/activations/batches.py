@@ -90,13 +90,12 @@ class Batch(Block):
 
     def add(self, tensor: Tensor, span: ByteRange) -> SavedRange:
         """Add the range that contains ``tensor``."""
-        n_bytes = span.end_bytes - span.start_bytes
         made = SavedRange(self, tensor, span)
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        memory.set_(tensor.untyped_storage(), span.start_bytes, (n_bytes,), (1,))
+        memory.set_(tensor.untyped_storage(), span.start_bytes, (span.n_bytes,), (1,))
         self._ranges.append(weakref.ref(made))
         self.device.append(memory)
-        self.n_bytes += n_bytes
+        self.n_bytes += span.n_bytes
         return made
 
     def ranges(self) -> list[SavedRange | None]:  # None for those without handles

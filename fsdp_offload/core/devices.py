@@ -431,19 +431,24 @@ def cores_near(device: torch.device) -> frozenset[int]:
     Reads Linux' ``/sys/bus/pci/devices/<id>/local_cpulist``.
     """
     allowed = frozenset(os.sched_getaffinity(0))
-    if device.type != "cuda":
-        return allowed
-    properties = torch.cuda.get_device_properties(device)
-    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
-    if not all(hasattr(properties, name) for name in names):
-        return allowed  # an older torch; zeros would name the host bridge
-    domain, bus, slot = (int(getattr(properties, name)) for name in names)
+    address = pci_address(device)
     try:
-        address = f"{domain:04x}:{bus:02x}:{slot:02x}.0"
         text = Path(f"/sys/bus/pci/devices/{address}/local_cpulist").read_text()
     except OSError:
         return allowed
     return (allowed & parse_cpu_list(text)) or allowed
+
+
+def pci_address(device: torch.device) -> str:
+    """Return the address of a CUDA device on the PCI bus, as Linux writes it; empty if unknown."""
+    if device.type != "cuda":
+        return ""
+    properties = torch.cuda.get_device_properties(device)
+    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+    if not all(hasattr(properties, name) for name in names):
+        return ""  # an older torch; zeros would name the host bridge
+    domain, bus, slot = (int(getattr(properties, name)) for name in names)
+    return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
