@@ -100,6 +100,8 @@ class StashGroup:
     def __enter__(self) -> StashGroup:
         if not torch.is_grad_enabled():
             return self
+        # torch calls the innermost hooks alone, so an ActivationOffload outside gets the tensors
+        # that this group keeps from the group.
         hook = storages.saved_tensor_hook()
         outer = getattr(hook, "__self__", None)
         self._outer = outer if isinstance(outer, ActivationOffload) else None

@@ -196,13 +196,14 @@ class RowStore:
             n_pages = self._record(GroupRows(rows, capacity, tuple(row_bytes)))
             if pool is None or self._is_paused or int(pool.tops.sum()) < n_pages:
                 self.counts["exact_groups"] += 1
-                numbers = [rows * each // 8 for each in row_bytes]
+                numbers = [rows * each // 8 for each in row_bytes]  # words
                 return self._began(ExactRows(words, numbers, n_pages))
         assert pool is not None
         self.check_present()
         capturing, parts = self.backend.is_capturing(), []
         for first in range(0, len(words), MOST_RANGES):
             some = tuple(row_bytes[first : first + MOST_RANGES])
+            # The host does not know the count, so the table lists pages for a full buffer.
             worst = GroupRows(capacity, capacity, some).pages(self.page_bytes)
             table = pool.take_table(worst, to_capture=capturing)
             pool.kernels.claim(pool, table, count, capacity, some)
@@ -218,6 +219,7 @@ class RowStore:
 
     def _record(self, rows: GroupRows) -> int:
         """Record the largest group at this position; returns its pages."""
+        # The backward ends groups in reverse order, so their number is the position.
         self.recorded_groups += 1
         found, n_pages = self.recorded, rows.pages(self.page_bytes)
         if self.n_live >= len(found):

@@ -130,6 +130,7 @@ def in_turns(
     turns: list[list[torch.Tensor]] = [[]]
     room = turn_bytes
     for tensor in tensors:
+        # Equal lengths, so that no turn is much shorter than the others.
         count = max(-(-tensor.numel() // turn_bytes), 1)
         for part in tensor.split(max(-(-tensor.numel() // count), 1)):
             if part.numel() > room and turns[-1]:

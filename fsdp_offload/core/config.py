@@ -113,6 +113,7 @@ def _no_size(value: object, name: str) -> ConfigError:
     elif 0 < number < 1:
         reason, remedy = "a share is not accepted", 'write a size, such as "8GiB"'
     elif 1 <= number < float("inf"):
+        # The unit that was probably meant: 8 means GiB, 4096 means MiB.
         unit = "B" if number >= MIB else "MiB" if number >= 1024 else "GiB"
         reason = "text needs a unit" if isinstance(value, str) else "a float needs a unit"
         if isinstance(value, Integral):
@@ -279,6 +280,7 @@ class OffloadConfig:
         given = sized(self.transfer.bucket_bytes, least_int=SMALL_BYTES)
         if given is not None:
             return given
+        # Large buckets cost less host time, but slots are as large, so they need memory.
         is_small = self.overlap == "step" or self.first_device_bytes < FIRST_DEVICE_BYTES
         return SMALL_BUCKET_BYTES if is_small else LARGE_BUCKET_BYTES
 

@@ -27,11 +27,14 @@ from torch import Tensor
 from .errors import DeviceError
 
 OUT_OF_MEMORY: Final = 2
+# CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
+_RECOMMENDED: Final = 1  # CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
 _RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _RDMA_WITH_VMM: Final = 110  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
 
 _word, _size, _int = ctypes.c_ulonglong, ctypes.c_size_t, ctypes.c_int
+_NOTHING: Final = nullcontext()
 
 
 class _Properties(ctypes.Structure):
@@ -119,7 +122,7 @@ class Driver:
             self._properties.rdma = 1
         granularity = _size()
         code = self._lib.cuMemGetAllocationGranularity(
-            ctypes.byref(granularity), ctypes.byref(self._properties), 1
+            ctypes.byref(granularity), ctypes.byref(self._properties), _RECOMMENDED
         )
         _check(code, "cuMemGetAllocationGranularity", device)
         self.granularity_bytes = int(granularity.value)
@@ -219,7 +222,15 @@ class Commands:
         """Let this thread call the other methods inside the context."""
         current = _word()
         self._lib.cuCtxGetCurrent(ctypes.byref(current))
-        return _NOTHING if current.value == self._context else _Current(self._lib, self._context)
+        return _NOTHING if current.value == self._context else self._made_current()
+
+    @contextmanager
+    def _made_current(self) -> Iterator[None]:
+        self._lib.cuCtxPushCurrent_v2(self._context)
+        try:
+            yield
+        finally:
+            self._lib.cuCtxPopCurrent_v2(ctypes.byref(_word()))
 
     def copy(self, stream: Any, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Enqueue copies: contiguous, of equal bytes, between the device and host memory.
@@ -264,22 +275,6 @@ def beside_capture(device: torch.device) -> Iterator[None]:
         yield
     finally:
         _library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-
-
-_NOTHING: Final = nullcontext()
-
-
-class _Current:
-    """Makes a CUDA context current for the calling thread inside."""
-
-    def __init__(self, lib: ctypes.CDLL, context: int) -> None:
-        self._lib, self._context = lib, context
-
-    def __enter__(self) -> None:
-        self._lib.cuCtxPushCurrent_v2(self._context)
-
-    def __exit__(self, *_: object) -> None:
-        self._lib.cuCtxPopCurrent_v2(ctypes.byref(_word()))
 
 
 def _check(code: int, what: str, device: torch.device) -> None:

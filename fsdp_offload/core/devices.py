@@ -125,7 +125,7 @@ class _TakingTurns(_AcceleratorStream):
             for some, others in zip(targets, sources, strict=True):
                 turn = self._turn
                 raw = raws[turn]
-                commands.wait(raw, ends[turn - 2])
+                commands.wait(raw, ends[turn - 2])  # turn k - 2; -1 and -2 count from the end
                 commands.copy(raw, some, others)
                 commands.record(ends[turn], raw)  # waiters have taken the last record already
                 self._turn = (turn + 1) % count
@@ -141,7 +141,7 @@ class _TakingTurns(_AcceleratorStream):
     def launch(self, fn: Callable[..., None], *operands: Any) -> None:
         self._join()
         super().launch(fn, *operands)
-        self.wait(super().record())
+        self.wait(super().record())  # the next turn runs on another of the streams
 
     def record(self) -> Event:
         self._join()
@@ -156,6 +156,7 @@ class _TakingTurns(_AcceleratorStream):
             raw.synchronize()
 
     def _join(self) -> None:
+        """Let :attr:`raw` follow all turns: each began after the last but one before it."""
         count = len(self._raws)
         last = (self._turn - 1) % count
         self.raw = self._raws[last]
@@ -286,7 +287,7 @@ class _CpuStream:
         event.synchronize()
 
     def record(self) -> Event:
-        return self._done
+        return self._done  # nothing is ever late here, so one event serves all
 
     def record_timed(self) -> TimedEvent:
         return _DoneEvent()

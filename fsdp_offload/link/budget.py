@@ -48,6 +48,7 @@ def host_memory(root: Path = _ROOT) -> list[HostMemory]:
     if "MemAvailable" in meminfo and present:
         present_bytes = PAGE_BYTES * sum(map(int, present))
         hidden = present_bytes - meminfo["MemTotal"]
+        # The kernel hides what it keeps for itself; more than that will be added with use.
         growth = hidden if hidden * _RESERVED_SHARE > present_bytes else 0
         free, total = (meminfo[name] + growth for name in ("MemAvailable", "MemTotal"))
         found.append(HostMemory("MemAvailable", free, total))
