@@ -18,6 +18,7 @@ import ctypes
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -33,12 +34,15 @@ _RDMA_WITH_VMM: Final = 110  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM
 _word, _size, _int = ctypes.c_ulonglong, ctypes.c_size_t, ctypes.c_int
 
 
-class _Location(ctypes.Structure):
-    _fields_ = [("type", _int), ("id", _int)]
+class _Properties(ctypes.Structure):
+    """CUmemAllocationProp, with the structures inside of it laid out in line."""
 
-
-class _Flags(ctypes.Structure):
     _fields_ = [
+        ("type", _int),
+        ("handle_types", _int),
+        ("location_type", _int),
+        ("location_id", _int),
+        ("win32", ctypes.c_void_p),
         ("compression", ctypes.c_ubyte),
         ("rdma", ctypes.c_ubyte),
         ("usage", ctypes.c_ushort),
@@ -46,18 +50,10 @@ class _Flags(ctypes.Structure):
     ]
 
 
-class _Properties(ctypes.Structure):
-    _fields_ = [
-        ("type", _int),
-        ("handle_types", _int),
-        ("location", _Location),
-        ("win32", ctypes.c_void_p),
-        ("flags", _Flags),
-    ]
-
-
 class _Access(ctypes.Structure):
-    _fields_ = [("location", _Location), ("flags", _int)]
+    """CUmemAccessDesc, likewise."""
+
+    _fields_ = [("location_type", _int), ("location_id", _int), ("flags", _int)]
 
 
 _SIGNATURES: Final[dict[str, list[Any]]] = {
@@ -114,14 +110,13 @@ class Driver:
         assert device.index is not None, device
         self._lib = _library()
         self.device = device
-        location = _Location(_ON_DEVICE, device.index)
-        self._access = _Access(location, _READ_WRITE)
-        self._properties = _Properties(_PINNED, 0, location, None, _Flags())
+        self._access = _Access(_ON_DEVICE, device.index, _READ_WRITE)
+        self._properties = _Properties(_PINNED, 0, _ON_DEVICE, device.index)
         _check(self._lib.cuInit(0), "cuInit", device)
         rdma = _int()
         code = self._lib.cuDeviceGetAttribute(ctypes.byref(rdma), _RDMA_WITH_VMM, device.index)
         if code == 0 and rdma.value:  # so that network cards reach it, like torch's memory
-            self._properties.flags.rdma = 1
+            self._properties.rdma = 1
         granularity = _size()
         code = self._lib.cuMemGetAllocationGranularity(
             ctypes.byref(granularity), ctypes.byref(self._properties), 1
@@ -173,7 +168,9 @@ class Driver:
 
     def tensor(self, address: int, n_bytes: int, owner: object) -> Tensor:
         """Return a 1-D uint8 tensor over mapped memory; its storage keeps ``owner`` alive."""
-        return torch.as_tensor(_Array(address, n_bytes, owner), device=self.device)
+        array = {"shape": (n_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+        source = SimpleNamespace(__cuda_array_interface__=array, owner=owner)
+        return torch.as_tensor(source, device=self.device)  # its storage keeps the source
 
     def close(self, address: int, n_bytes: int, mapped: dict[int, int]) -> None:
         """Free an unused range and its mappings (bytes by address). Never raises, because it runs
@@ -198,19 +195,6 @@ class Driver:
         if code:
             self._lib.cuMemUnmap(address, n_bytes)
         return int(code)
-
-
-class _Array:
-    """Source of a torch tensor; the tensor's storage keeps it, and it keeps ``owner`` alive."""
-
-    def __init__(self, address: int, n_bytes: int, owner: object) -> None:
-        self.owner = owner
-        self.__cuda_array_interface__ = {
-            "shape": (n_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
 
 
 class Commands:

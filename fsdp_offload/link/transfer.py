@@ -175,7 +175,7 @@ class Transfer:
         *,
         empties_cache: bool = False,
     ) -> None:
-        self.pool = HostPool(holder, backend, config or TransferConfig())
+        self.pool = HostPool(holder, backend, config)
         # By block key: host memory, first byte in it, and capacity.
         self._buffers: dict[str, tuple[HostRange, int, int]] = {}
         self.handle = Handle()  # of the last transfer
