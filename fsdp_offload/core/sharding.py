@@ -143,7 +143,7 @@ def _of_other_dtype(model: nn.Module) -> set[nn.Module]:
     sizes = Counter[torch.dtype]()
     for each in model.parameters():
         sizes[each.dtype] += each.numel() * each.requires_grad
-    others = {dtype for dtype, _ in sizes.most_common()[1:]}
+    others = {dtype for dtype, _ in sizes.most_common()[1:]}  # all but that of most elements
     return {
         module
         for module in filter(_has_forward, model.modules())
@@ -163,6 +163,7 @@ def _groups(model: nn.Module, units: set[nn.Module]) -> dict[nn.Module, dict[nn.
             groups[unit][parameter] = name
     counts = Counter(parameter for held in groups.values() for parameter in held)
     tied = {unit for unit, held in groups.items() if any(counts[each] > 1 for each in held)}
+    # Parameters of a unit that goes move into the next outer one, which may be tied then.
     return _groups(model, units - tied | {model}) if tied - {model} else groups
 
 
