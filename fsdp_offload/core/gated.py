@@ -274,7 +274,9 @@ def _opened(value: Any, waits: dict[Any, None], taken: dict[Any, Any]) -> Any:
         if value.keeper not in taken:
             taken[value.keeper] = value, value.keeper.take()
         shard = taken[value.keeper][1]
-        return _Opened.apply(value, shard) if _is_recorded(value) else shard
+        if _is_recorded(value):
+            return _Opened.apply(value, shard)  # type: ignore[no-untyped-call]
+        return shard
     if type(value) in (list, tuple):
         return type(value)(_opened(each, waits, taken) for each in value)
     if type(value) is dict:
