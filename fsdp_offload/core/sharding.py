@@ -89,7 +89,7 @@ def shard_of(parameter: DTensor, whole: Tensor) -> Tensor:
 
 
 def _check(model: nn.Module) -> None:
-    for name, module in model.named_modules():
+    for name, module in as_list([model])[0].named_modules():
         if isinstance(module, FSDPModule | DistributedDataParallel):
             raise ConfigError(
                 f"{name or 'model'} of type {type(module).__name__}",
