@@ -44,7 +44,7 @@ class Library:
         out._obj.value = 1
 
     def _cuMemGetAllocationGranularity(self, out: Any, properties: Any, flag: int) -> None:
-        assert properties._obj.location.id == 1
+        assert properties._obj.location_id == 1
         out._obj.value = UNIT
 
     def _cuMemAddressReserve(self, out: Any, n: int, *rest: int) -> None:
@@ -57,7 +57,7 @@ class Library:
 
     def _cuMemCreate(self, out: Any, n: int, properties: Any, flags: int) -> int:
         assert n % UNIT == 0
-        assert properties._obj.flags.rdma == 1
+        assert properties._obj.rdma == 1
         if n > self.left:
             return driver_module.OUT_OF_MEMORY
         self.left -= n
@@ -81,7 +81,7 @@ class Library:
             self.left += n
 
     def _cuMemSetAccess(self, address: int, n: int, access: Any, count: int) -> None:
-        assert access._obj.location.id == 1
+        assert access._obj.location_id == 1
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from ..core import storage as storages
 from ..core.errors import ActivationError, ConfigError
 from ..core.offloadable import remove_all
 from .offload import ActivationOffload
-from .saved import MemoryRange, Rows, SavedTensor, View, note_inactive, rows_or_reason, unpack
+from .saved import ByteRange, MemoryRange, SavedTensor, View, note_inactive, rows_or_reason, unpack
 from .store import Held, RowStore
 
 
@@ -31,10 +31,10 @@ class SavedRows:
         self._row_bytes: list[int] = []
         self.held: Held | None = None
 
-    def add(self, rows: Rows) -> MemoryRange:
+    def add(self, rows: ByteRange) -> MemoryRange:
         made = MemoryRange(self.restore)
         self._ranges.append(weakref.ref(made))
-        self._row_bytes.append(rows.row_bytes)
+        self._row_bytes.append(rows.n_bytes // self._capacity)
         return made
 
     def hold(self, count: Tensor, words: list[Tensor]) -> None:
@@ -100,6 +100,8 @@ class StashGroup:
     def __enter__(self) -> StashGroup:
         if not torch.is_grad_enabled():
             return self
+        # torch calls the innermost hooks alone, so an ActivationOffload outside gets the tensors
+        # that this group keeps from the group.
         hook = storages.saved_tensor_hook()
         outer = getattr(hook, "__self__", None)
         self._outer = outer if isinstance(outer, ActivationOffload) else None
@@ -152,7 +154,7 @@ class StashGroup:
             handle.check_version()
         store = self._store
         saved = SavedRows(store, self._capacity)
-        ranges: dict[tuple[int, Rows], MemoryRange] = {}
+        ranges: dict[tuple[int, ByteRange], MemoryRange] = {}
         words: list[Tensor] = []
         taken: list[tuple[SavedTensor, MemoryRange, View]] = []
         asked = {storages.identity(t.untyped_storage()) for t in self._asked_to_keep}
@@ -160,7 +162,7 @@ class StashGroup:
             tensor = handle.tensor
             assert tensor is not None
             rows = rows_or_reason(tensor, self._capacity, store.device)
-            if isinstance(rows, Rows) and storages.identity(tensor.untyped_storage()) in asked:
+            if isinstance(rows, ByteRange) and storages.identity(tensor.untyped_storage()) in asked:
                 rows = "asked for"
             if isinstance(rows, str):
                 store.kept_bytes[rows] += tensor.numel() * tensor.itemsize
@@ -168,7 +170,7 @@ class StashGroup:
             key = (storages.identity(tensor.untyped_storage()), rows)
             if key not in ranges:
                 ranges[key] = saved.add(rows)
-                words.append(_words(tensor, rows, self._capacity))
+                words.append(_words(tensor, rows))
             taken.append((handle, ranges[key], View.of(tensor, rows)))
         store.counts["groups"] += 1
         if words:
@@ -177,10 +179,10 @@ class StashGroup:
             handle.take(memory, view)
 
 
-def _words(tensor: Tensor, rows: Rows, capacity: int) -> Tensor:
+def _words(tensor: Tensor, rows: ByteRange) -> Tensor:
     made = torch.empty(0, dtype=torch.int64, device=tensor.device)
-    numel = capacity * rows.row_bytes // 8
-    return made.set_(tensor.untyped_storage(), rows.start_bytes // 8, (numel,), (1,))
+    storage, numel = tensor.untyped_storage(), rows.n_bytes // 8
+    return made.set_(storage, rows.start_bytes // 8, (numel,), (1,))
 
 
 def _check_buffer(x: object, device: torch.device) -> None:

@@ -51,8 +51,9 @@ def _claim(  # type: ignore[no-untyped-def]
     near_free += held_near
     far_free += held - held_near
     tl.debug_barrier()
-    invalid = (rows < 0) | (rows > capacity)
+    invalid = (rows < 0) | (rows > capacity)  # a dispatcher's error: no rows, and a flag
     rows_valid = tl.where(invalid, 0, rows)
+    # Ends of the eight ranges in the list of pages; each range begins a page of its own.
     e0 = (rows_valid * r0 + PAGE - 1) // PAGE
     e1 = e0 + (rows_valid * r1 + PAGE - 1) // PAGE
     e2 = e1 + (rows_valid * r2 + PAGE - 1) // PAGE
@@ -61,6 +62,7 @@ def _claim(  # type: ignore[no-untyped-def]
     e5 = e4 + (rows_valid * r5 + PAGE - 1) // PAGE
     e6 = e5 + (rows_valid * r6 + PAGE - 1) // PAGE
     total = e6 + (rows_valid * r7 + PAGE - 1) // PAGE
+    # All or none: a group without enough pages claims none, and raises a flag.
     short = total > near_free + far_free
     all_or_none = tl.where(short, 0, 1)
     near = tl.minimum(total, near_free) * all_or_none
@@ -125,6 +127,7 @@ def _move(  # type: ignore[no-untyped-def]
         slot = tl.where(slot < n_near, slot, slot - n_near)
         in_page = (unit % TILES) * TILE + tl.arange(0, TILE)
         at = (page - tl.load(record + which)).to(tl.int64) * WORDS + in_page
+        # The last page of a range is rarely full.
         inside = at < rows * row_bytes // 8
         if OUT:
             tl.store(pool + slot * WORDS + in_page, tl.load(memory + at, mask=inside), mask=inside)

@@ -7,14 +7,14 @@ import threading
 import weakref
 from collections import Counter
 from dataclasses import dataclass
-from typing import Final, NamedTuple, NoReturn
+from typing import Final, NoReturn
 
 import torch
 from torch import Tensor
 
 from ..core import storage as storages
 from ..core.config import MIB, TransferConfig, brief, parse_bytes
-from ..core.devices import backend_for
+from ..core.devices import backend_for, default_device
 from ..core.errors import ActivationError, ConfigError, DeviceError, check_open, copy_error
 from ..link import HostPool, held_bytes
 from .batches import BatchCopies, SavedRange
@@ -44,15 +44,6 @@ class OffloadStatistics:
     used_host_bytes: int  # now
     most_host_bytes: int
     host_bytes_by_holder: dict[str, int]  # of this whole process; host_memory= bounds the sum
-
-
-class _Known(NamedTuple):
-    """A span seen in this iteration."""
-
-    storage: weakref.ref[torch.UntypedStorage]
-    span: ByteRange
-    version: int
-    found: weakref.ref[SavedRange]
 
 
 class ActivationOffload:
@@ -104,12 +95,11 @@ class ActivationOffload:
                 reason="it must be a number from 0 to 1",
                 remedy="use 1.0 to move everything",
             )
-        found = torch.accelerator.current_accelerator() if device is None else device
-        self._backend = backend_for(torch.device(found or "cpu"))
-        pool = HostPool("ActivationOffload", self._backend, transfer or TransferConfig())
+        self._backend = backend_for(default_device() if device is None else torch.device(device))
+        pool = HostPool("ActivationOffload", self._backend, transfer)
         self._copies = BatchCopies(self._backend, pool, n_bytes, inflight, share)
         self._hooks: list[torch.autograd.graph.saved_tensors_hooks | None] = []
-        self._known: dict[int, list[_Known]] = {}  # by storage
+        self._known: dict[int, list[weakref.ref[SavedRange]]] = {}  # this iteration's, by storage
         self._counts = self._copies.counts
         self._kept_bytes: Counter[str] = Counter()
         self._ranges_before = 0  # this iteration
@@ -193,26 +183,25 @@ class ActivationOffload:
             handle.keep()
             return
         self._counts["taken"] += 1
-        memory, span = self._range_of(tensor, span)
-        handle.take(memory, View.of(tensor, span))
+        memory = self._range_of(tensor, span)
+        handle.take(memory, View.of(tensor, memory.span))
         if self._copies.open.n_bytes >= BATCH_BYTES:
             self._copies.send()
 
-    def _range_of(self, tensor: Tensor, span: ByteRange) -> tuple[SavedRange, ByteRange]:
+    def _range_of(self, tensor: Tensor, span: ByteRange) -> SavedRange:
         """Return the range that contains a span, a new one or a known one."""
         storage = tensor.untyped_storage()
         entries = self._known.setdefault(storages.identity(storage), [])
-        if entries and entries[0].storage() is not storage:
-            entries.clear()  # entries of a dead storage
-        for known in entries:
-            is_inside = known.span[0] <= span[0] and span[1] <= known.span[1]
-            if is_inside and known.version == tensor._version:
-                if (memory := known.found()) is not None:
-                    return memory, known.span
+        # A new storage may have the identity of a dead one.
+        known = [each for find in entries if (each := find()) and each.storage() is storage]
+        for each in known:
+            is_inside = each.span[0] <= span[0] and span[1] <= each.span[1]
+            if is_inside and each.version == tensor._version:
+                return each
         self._counts["ranges"] += 1
         found = self._copies.open.add(tensor, span)
-        entries.append(_Known(weakref.ref(storage), span, tensor._version, weakref.ref(found)))
-        return found, span
+        entries[:] = [weakref.ref(each) for each in (*known, found)]
+        return found
 
     # ------------------------------------------------------------------ the rest
 

@@ -161,7 +161,7 @@ def claim(
     is_invalid = not 0 <= rows <= capacity
     counts = [-(-(0 if is_invalid else rows) * each // page_bytes) for each in row_bytes]
     total = sum(counts)
-    near = min(total, near_free)
+    near = min(total, near_free)  # device memory first
     is_short = total > near_free + far_free
     flags = pool.flags.tolist()
     if is_short:
@@ -169,9 +169,10 @@ def claim(
         counts = [0] * len(counts)
     far = total - near
     ends = torch.tensor(counts).cumsum(0).tolist()
-    starts = [0, *ends[:-1]] + [total] * (8 - len(counts))
+    starts = [0, *ends[:-1]] + [total] * (8 - len(counts))  # ranges that are missing are empty
     record = [*starts, total, near, 0 if is_invalid else rows]
     table.record[: len(record)] = torch.tensor(record)
+    # From the top of each stack down; release() pushes them back in reverse.
     near_ids = pool.free[near_free - near : near_free].flip(0)
     at = pool.n_near + far_free
     table.pages[:total] = torch.cat([near_ids, pool.free[at - far : at].flip(0)])

@@ -2,7 +2,7 @@
 
 A group takes a tensor if its dim 0 is the group's, so that its row ``i`` is row ``i`` of the
 buffer. It copies whole rows of the memory that the tensor views: ``gate`` and ``up``, two chunks of
-one tensor, have the same :class:`Rows`, which are copied once. Rows beyond the count are not
+one tensor, have the same :class:`ByteRange`, which is copied once. Rows beyond the count are not
 copied, so a group must never take a parameter, whose rows all count, nor a view or a cast of one.
 
 Copies to the host take the span of a tensor, or of the tensor that it is a chunk of: query, key and
@@ -35,34 +35,30 @@ ALIGNMENT: Final = 16
 """Bytes that a kernel reads at once."""
 
 
-class Rows(NamedTuple):
-    """As many rows as the buffer has, contiguous in one storage."""
-
-    start_bytes: int
-    """Offset in the storage; the address is a multiple of :data:`ALIGNMENT`."""
-    row_bytes: int
-    """Also a multiple of :data:`ALIGNMENT`."""
-
-
 class ByteRange(NamedTuple):
-    """Bytes of one storage."""
+    """Bytes of one storage; of a group's tensor, all rows of its buffer."""
 
     start_bytes: int
     """A multiple of :data:`ALIGNMENT`, so that views of other memory have the same alignment."""
     end_bytes: int
 
+    @property
+    def n_bytes(self) -> int:
+        """Length in bytes."""
+        return self.end_bytes - self.start_bytes
+
 
 class View(NamedTuple):
-    """A tensor over :class:`Rows` or a :class:`ByteRange`."""
+    """A tensor over a :class:`ByteRange`."""
 
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset_bytes: int
-    """Offset in them."""
+    """Offset in it."""
 
     @classmethod
-    def of(cls, tensor: Tensor, whole: Rows | ByteRange) -> View:
+    def of(cls, tensor: Tensor, whole: ByteRange) -> View:
         """Describe ``tensor`` as a view."""
         offset_bytes = int(tensor.storage_offset()) * tensor.itemsize - whole.start_bytes
         return cls(tensor.dtype, tensor.size(), tensor.stride(), offset_bytes)
@@ -75,8 +71,8 @@ class View(NamedTuple):
         return made.set_(words.untyped_storage(), offset, self.size, self.stride)
 
 
-def rows_or_reason(tensor: Tensor, capacity: int, device: torch.device) -> Rows | str:
-    """Return the rows to copy of a saved tensor, or the reason to keep it.
+def rows_or_reason(tensor: Tensor, capacity: int, device: torch.device) -> ByteRange | str:
+    """Return all rows of the memory of a saved tensor, or the reason to keep it.
 
     ``capacity`` is dim 0 of the group's buffer.
     """
@@ -88,7 +84,7 @@ def rows_or_reason(tensor: Tensor, capacity: int, device: torch.device) -> Rows 
     if rows is None:
         return "rows apart"
     address = tensor.untyped_storage().data_ptr() + rows.start_bytes
-    if rows.row_bytes % ALIGNMENT or address % ALIGNMENT:
+    if rows.n_bytes // capacity % ALIGNMENT or address % ALIGNMENT:
         return f"rows of no multiple of {ALIGNMENT} bytes"
     return rows
 
@@ -105,23 +101,23 @@ def span_or_reason(tensor: Tensor, device: torch.device, least_bytes: int) -> By
     return ByteRange(start // ALIGNMENT * ALIGNMENT, end)
 
 
-def _span_of(tensor: Tensor) -> tuple[int, int]:
+def _span_of(tensor: Tensor) -> ByteRange:
     """Return the span of a tensor without gaps. With gaps, return the span of the tensor that it
     views, or of its storage, unless that is much larger."""
     start, end = own = _extent(tensor)
     if end - start > tensor.numel() * tensor.itemsize:
         base = tensor._base
         wholes = [] if base is None else [_extent(base)]
-        for whole in (*wholes, (0, tensor.untyped_storage().nbytes())):
+        for whole in (*wholes, ByteRange(0, tensor.untyped_storage().nbytes())):
             if whole[0] <= start and end <= whole[1] <= whole[0] + 2 * (end - start):
                 return whole
     return own
 
 
-def _extent(tensor: Tensor) -> tuple[int, int]:
+def _extent(tensor: Tensor) -> ByteRange:
     start = int(tensor.storage_offset())
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return start * tensor.itemsize, (start + last + 1) * tensor.itemsize
+    return ByteRange(start * tensor.itemsize, (start + last + 1) * tensor.itemsize)
 
 
 def _reason(tensor: Tensor, device: torch.device) -> str | None:
@@ -137,16 +133,17 @@ def _reason(tensor: Tensor, device: torch.device) -> str | None:
     return None
 
 
-def _rows_of(tensor: Tensor, capacity: int) -> Rows | None:
+def _rows_of(tensor: Tensor, capacity: int) -> ByteRange | None:
     """Return rows of the tensor itself, of the tensor that it views, or of its storage."""
-    start, end = _extent(tensor.detach()[0])
     if tensor.is_contiguous():
-        return Rows(start, end - start)
+        return _extent(tensor)
+    start, end = _extent(tensor.detach()[0])
     row_bytes, base = tensor.stride(0) * tensor.itemsize, tensor._base
     wholes = [] if base is None or not base.is_contiguous() else [_extent(base)]
-    for first, stop in (*wholes, (0, tensor.untyped_storage().nbytes())):
-        if stop - first == capacity * row_bytes and first <= start and end <= first + row_bytes:
-            return Rows(first, row_bytes)
+    for whole in (*wholes, ByteRange(0, tensor.untyped_storage().nbytes())):
+        first = whole.start_bytes
+        if whole.n_bytes == capacity * row_bytes and first <= start and end <= first + row_bytes:
+            return whole
     return None
 
 

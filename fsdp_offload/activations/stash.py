@@ -109,7 +109,7 @@ class PagedStash:
                 remedy="make the region on the same device",
             )
         self._store = RowStore(self._backend, size, tail, region)
-        self._host = HostPool("PagedStash", self._backend, transfer or TransferConfig())
+        self._host = HostPool("PagedStash", self._backend, transfer)
 
     def __reduce__(self) -> NoReturn:
         raise copy_error(self, "make another one, and keep it outside of modules that are copied")

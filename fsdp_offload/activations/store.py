@@ -58,13 +58,13 @@ class PagedRows:
     """Rows in pages of a pool; each table has up to eight ranges."""
 
     def __init__(
-        self, pool: PagePool, parts: Sequence[tuple[PageTable, Sequence[int]]], n_pages: int
+        self, pool: PagePool, tables: Sequence[tuple[PageTable, Sequence[int]]], n_pages: int
     ) -> None:
-        self.n_pages, self._pool, self._parts = n_pages, pool, parts
+        self.n_pages, self._pool, self._tables = n_pages, pool, tables
 
     def restore(self, words: Sequence[Tensor]) -> None:
         """As :meth:`ExactRows.restore`."""
-        is_captured = self._parts[0][0].is_captured
+        is_captured = self._tables[0][0].is_captured
         if self._pool.backend.is_capturing() != is_captured:
             raise DeviceError(
                 f"backward {'outside' if is_captured else 'inside'} a CUDA graph capture",
@@ -73,7 +73,7 @@ class PagedRows:
                 remedy="capture forward and backward, or neither",
             )
         first = 0
-        for table, row_bytes in self._parts:
+        for table, row_bytes in self._tables:
             mine = words[first : first + len(row_bytes)]
             self._pool.kernels.move(self._pool, table, mine, row_bytes, out=False)
             first += len(row_bytes)
@@ -82,7 +82,7 @@ class PagedRows:
     def drop(self) -> None:
         """As :meth:`ExactRows.drop`."""
         pool = self._pool
-        for table, _ in reversed(self._parts):
+        for table, _ in reversed(self._tables):
             # If a graph never reaches its backward, the claim of its next replay releases them.
             if pool.backend.is_capturing() == table.is_captured:
                 pool.kernels.release(pool, table)
@@ -196,19 +196,20 @@ class RowStore:
             n_pages = self._record(GroupRows(rows, capacity, tuple(row_bytes)))
             if pool is None or self._is_paused or int(pool.tops.sum()) < n_pages:
                 self.counts["exact_groups"] += 1
-                numbers = [rows * each // 8 for each in row_bytes]
+                numbers = [rows * each // 8 for each in row_bytes]  # words
                 return self._began(ExactRows(words, numbers, n_pages))
         assert pool is not None
         self.check_present()
-        capturing, parts = self.backend.is_capturing(), []
+        capturing, tables = self.backend.is_capturing(), []
         for first in range(0, len(words), MOST_RANGES):
             some = tuple(row_bytes[first : first + MOST_RANGES])
+            # The host does not know the count, so the table lists pages for a full buffer.
             worst = GroupRows(capacity, capacity, some).pages(self.page_bytes)
             table = pool.take_table(worst, to_capture=capturing)
             pool.kernels.claim(pool, table, count, capacity, some)
             pool.kernels.move(pool, table, words[first : first + MOST_RANGES], some, out=True)
-            parts.append((table, some))
-        return self._began(PagedRows(pool, parts, n_pages))
+            tables.append((table, some))
+        return self._began(PagedRows(pool, tables, n_pages))
 
     def _began(self, held: Held) -> Held:
         self.n_live += 1
@@ -218,6 +219,7 @@ class RowStore:
 
     def _record(self, rows: GroupRows) -> int:
         """Record the largest group at this position; returns its pages."""
+        # The backward ends groups in reverse order, so their number is the position.
         self.recorded_groups += 1
         found, n_pages = self.recorded, rows.pages(self.page_bytes)
         if self.n_live >= len(found):

@@ -20,7 +20,7 @@ from ..core.backend import TimedEvent
 from ..core.config import GIB
 from ..core.devices import backend_for
 from ..core.errors import OffloadError
-from ..core.progress import progress
+from ..core.progress import Progress
 from ..link import cores_per_rank
 from ..optimizer.hybrid import HybridDeviceOptimizer
 from . import machine
@@ -63,7 +63,7 @@ def measure(
         trainer.optimizer.zero_grad()
         mark()
 
-    with progress(warm_up, "warming up", unit=" iterations") as bar:
+    with Progress(warm_up, "warming up", unit=" iterations") as bar:
         for index in range(warm_up):
             train(index)
             bar.advance()

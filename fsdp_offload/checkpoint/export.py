@@ -30,7 +30,7 @@ from ..core.arguments import check_optimizer
 from ..core.config import parse_bytes
 from ..core.errors import CheckpointError, ConfigError, UnsupportedParameterError
 from ..core.interrupts import defer_sigint, let_through
-from ..core.progress import progress
+from ..core.progress import Progress
 from ..update import codec
 from . import folder
 from .api import coordination_group, run_save
@@ -188,7 +188,7 @@ class _ExportWriter(Writer):
         """Write this rank's chunks, and make them permanent."""
         assert isinstance(planner, _ExportPlanner)
         self.files = plan.planner_data
-        with progress(len(plan.items), "exporting", unit=" chunks") as bar:
+        with Progress(len(plan.items), "exporting", unit=" chunks") as bar:
             for file in self.files:
                 path = (self.path.parent / plan.storage_data).with_name(file.name)
                 with typed(path), path.open("r+b") as opened:

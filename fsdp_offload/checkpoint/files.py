@@ -46,7 +46,7 @@ from ..core.errors import (
     UnsupportedParameterError,
 )
 from ..core.interrupts import defer_sigint, let_through
-from ..core.progress import progress
+from ..core.progress import Progress
 from ..link import cores_per_rank
 from ..link.link import buffers
 
@@ -328,7 +328,7 @@ def run_all(
     results: dict[int, _Result] = {}
     count = max(1, min(threads or min(MAX_THREADS, cores_per_rank()), len(listed)))
     pool, futures = ThreadPoolExecutor(count), list[ConcurrentFuture[None]]()
-    with progress(len(listed) if text else 0, text, unit=" blocks") as bar, defer_sigint():
+    with Progress(len(listed) if text else 0, text, unit=" blocks") as bar, defer_sigint():
 
         def work() -> None:  # a future per job would cost as much as copying a block
             try:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from ..core.config import TransferConfig
 from ..core.devices import parse_cpu_list
 from ..core.errors import PinningError, UnsupportedTorchError
 from ..link import HostRange
-from ..link.budget import HostMemory, size_text
+from ..link.budget import HostMemory, read, size_text
 from ..update.kernels import triton_kernels
 from .check import Check
 
@@ -68,8 +68,8 @@ def check_numa(root: Path, address: str, cores: Collection[int]) -> Check:
     if len(nodes) <= 1 or not address:
         return Check(name, "ok", f"nodes: {max(1, len(nodes))}")
     folder = root / "sys/bus/pci/devices" / address
-    node = _read(folder / "numa_node")
-    near = parse_cpu_list(_read(folder / "local_cpulist"))
+    node = read(folder / "numa_node")
+    near = parse_cpu_list(read(folder / "local_cpulist"))
     if not node.isdecimal() or not near:
         found = f"{len(nodes)} nodes; the node of {address} is unknown"
         return Check(name, "warning", found, "set numa_node in the machine's firmware (it is -1)")
@@ -88,7 +88,7 @@ def check_numa(root: Path, address: str, cores: Collection[int]) -> Check:
 def pcie_gbps(root: Path, address: str) -> float:
     """Return the GB/s of the device's PCIe each way, without headers; 0 if unknown."""
     folder = root / "sys/bus/pci/devices" / address
-    speed, width = (_number(_read(folder / f"max_link_{name}")) for name in ("speed", "width"))
+    speed, width = (_number(read(folder / f"max_link_{name}")) for name in ("speed", "width"))
     # Up to 5 GT/s 8 of 10 bits carry data, to 32 GT/s 128 of 130, above all of them.
     share = 0.8 if speed <= 5 else 128 / 130
     return speed * width * share / 8
@@ -96,7 +96,7 @@ def pcie_gbps(root: Path, address: str) -> float:
 
 def driver_version(root: Path) -> str:
     """Find the version of the kernel's NVIDIA driver; empty without one."""
-    found = re.search(r"\d+\.\d[\d.]*", _read(root / "proc/driver/nvidia/version"))
+    found = re.search(r"\d+\.\d[\d.]*", read(root / "proc/driver/nvidia/version"))
     return found[0] if found else ""
 
 
@@ -104,13 +104,6 @@ def _number(text: str) -> float:
     """Parse the number that the text begins with; 0 for "Unknown"."""
     found = re.match(r"\d+(\.\d+)?", text)
     return float(found[0]) if found else 0.0
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def check_torch(version: str, run: Sequence[str]) -> Check:
@@ -225,9 +218,3 @@ def check_triton(device: torch.device | None) -> Check:
         if is_there
         else "install torch's build for CUDA",
     )
-
-
-def address_of(device: torch.device) -> str:
-    """Return the address on the PCI bus, as Linux writes it."""
-    found: Any = torch.cuda.get_device_properties(device)
-    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"

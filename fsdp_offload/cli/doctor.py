@@ -46,6 +46,7 @@ def _of_torch_and_host(index: int) -> Iterator[Check]:
     """
     import torch
 
+    from ..core.devices import pci_address
     from ..core.errors import ConfigError
     from ..core.fsdp_names import TORCH_RUN
     from ..link.budget import host_memory
@@ -59,7 +60,7 @@ def _of_torch_and_host(index: int) -> Iterator[Check]:
             remedy="count from 0, or leave it out",
         )
     device = torch.device("cuda", index) if count else None
-    address = checks.address_of(device) if device else ""
+    address = pci_address(device) if device else ""
     properties = [torch.cuda.get_device_properties(i) for i in range(count)]
     device_bytes = sum(each.total_memory for each in properties)
 

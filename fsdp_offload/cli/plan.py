@@ -145,10 +145,12 @@ def model_of_config(config: Mapping[str, Any]) -> Model:
     kv_heads = _field(config, "kv_heads", heads)
     mlp = _field(config, "mlp", 4 * width)
     matrices = 2 if kind in _PLAIN_MLP else 3
+    # Matrices for queries and output, keys and values; then the MLP's, and two norms.
     attention = 2 * width * head_width * (heads + kv_heads)
     block = attention + matrices * width * mlp + 2 * width
     copies = 1 if config.get("tie_word_embeddings", kind in _PLAIN_MLP) else 2
     params = layers * block + copies * vocabulary * width + width
+    # Gated: two more elements per unit, for the gate and its product.
     saved = 8 + (2 if matrices == 2 else 4) * mlp / width
     return Model(params, layers, width, vocabulary, saved)
 

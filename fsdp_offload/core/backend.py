@@ -73,6 +73,10 @@ class TimedEvent(Event, Protocol):
         """Milliseconds from this event to ``end_event``; both must have been reached."""
 
 
+Turns = Sequence[Sequence[torch.Tensor]]
+"""Tensors in turns: see :func:`in_turns`."""
+
+
 class Stream(Protocol):
     """Work that runs in order, beside other streams."""
 
@@ -86,6 +90,13 @@ class Stream(Protocol):
 
         Unlike a launch, the caller keeps these tensors alive until the copies are done.
         """
+
+    def copy_in_turns(self, targets: Turns, sources: Turns) -> None:
+        """As :meth:`copy`. On a bulk stream, turns may overlap, and other copies get through
+        between them."""
+
+    def keep_order(self) -> None:
+        """Order later copies after all earlier ones, because they may share targets."""
 
     def wait(self, event: Event) -> None:
         """Make later work on this stream wait for ``event``; the host does not wait.
@@ -101,20 +112,6 @@ class Stream(Protocol):
 
     def synchronize(self) -> None:
         """Block the calling thread until everything launched has completed."""
-
-
-Turns = Sequence[Sequence[torch.Tensor]]
-"""Tensors in turns: see :func:`in_turns`."""
-
-
-class BulkStream(Stream, Protocol):
-    """A stream for bulk copies between host and device, in one direction."""
-
-    def copy_in_turns(self, targets: Turns, sources: Turns) -> None:
-        """As :meth:`copy`. Other copies get through between two turns, which may overlap."""
-
-    def keep_order(self) -> None:
-        """Order later copies after all earlier ones, because they may share targets."""
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -133,6 +130,7 @@ def in_turns(
     turns: list[list[torch.Tensor]] = [[]]
     room = turn_bytes
     for tensor in tensors:
+        # Equal lengths, so that no turn is much shorter than the others.
         count = max(-(-tensor.numel() // turn_bytes), 1)
         for part in tensor.split(max(-(-tensor.numel() // count), 1)):
             if part.numel() > room and turns[-1]:
@@ -166,8 +164,8 @@ class Backend(Protocol):
     def stream(self, name: str) -> Stream:
         """Make a new stream; ``name`` appears in traces and in the simulator."""
 
-    def bulk_stream(self, name: str) -> BulkStream:
-        """Make a new stream for bulk copies that let small copies of others through."""
+    def bulk_stream(self, name: str) -> Stream:
+        """Make a new stream for bulk copies in one direction that let copies of others through."""
 
     def current_stream(self) -> Stream:
         """Return the stream that the caller's torch operations run on."""

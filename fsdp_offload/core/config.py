@@ -26,6 +26,7 @@ OVERLAPS: Final = ("step", "forward", "backward")
 FIRST_DEVICE_BYTES: Final = GIB
 """Bytes that ``device_memory="auto"`` takes until it knows the job's peak."""
 SMALL_BUCKET_BYTES: Final = 32 * MIB
+MEDIUM_BUCKET_BYTES: Final = 64 * MIB
 LARGE_BUCKET_BYTES: Final = 128 * MIB
 MOMENTS: Final[dict[object, torch.dtype | Literal["int8"] | None]] = {
     None: None,
@@ -113,6 +114,7 @@ def _no_size(value: object, name: str) -> ConfigError:
     elif 0 < number < 1:
         reason, remedy = "a share is not accepted", 'write a size, such as "8GiB"'
     elif 1 <= number < float("inf"):
+        # The unit that was probably meant: 8 means GiB, 4096 means MiB.
         unit = "B" if number >= MIB else "MiB" if number >= 1024 else "GiB"
         reason = "text needs a unit" if isinstance(value, str) else "a float needs a unit"
         if isinstance(value, Integral):
@@ -134,8 +136,9 @@ class TransferConfig:
 
     bucket_bytes: int | str | None = None
     """Bytes of state in one bucket, the unit of transfer and update. Each element counts as at
-    least 4 bytes. ``None``: 128 MiB if updates overlap forward or backward, where host time per
-    bucket competes with their launches, and a GiB of device memory is allowed; else 32 MiB."""
+    least 4 bytes. ``None``: 32 MiB, or 128 MiB if updates overlap forward or backward, where host
+    time per bucket competes with their launches, and device memory is at least a GiB or "auto"
+    (``offload="all"``: 64 MiB if "auto")."""
 
     host_threads: int | None = None
     """Threads for updates on the CPU, on cores next to the device. ``None``: cores of this process
@@ -279,8 +282,11 @@ class OffloadConfig:
         given = sized(self.transfer.bucket_bytes, least_int=SMALL_BYTES)
         if given is not None:
             return given
-        is_small = self.overlap == "step" or self.first_device_bytes < FIRST_DEVICE_BYTES
-        return SMALL_BUCKET_BYTES if is_small else LARGE_BUCKET_BYTES
+        # Large buckets cost less host time, but slots are as large, so they need memory.
+        is_auto, first_bytes = self.device_memory == "auto", self.first_device_bytes
+        if self.overlap == "step" or (not is_auto and first_bytes < FIRST_DEVICE_BYTES):
+            return SMALL_BUCKET_BYTES
+        return MEDIUM_BUCKET_BYTES if is_auto and self.offload == "all" else LARGE_BUCKET_BYTES
 
 
 def _moments_meant(moments: object, master_weights: bool) -> torch.dtype | Literal["int8"] | None:

@@ -18,6 +18,7 @@ import ctypes
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -26,19 +27,25 @@ from torch import Tensor
 from .errors import DeviceError
 
 OUT_OF_MEMORY: Final = 2
+# CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
+_RECOMMENDED: Final = 1  # CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
 _RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _RDMA_WITH_VMM: Final = 110  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
 
 _word, _size, _int = ctypes.c_ulonglong, ctypes.c_size_t, ctypes.c_int
+_NOTHING: Final = nullcontext()
 
 
-class _Location(ctypes.Structure):
-    _fields_ = [("type", _int), ("id", _int)]
+class _Properties(ctypes.Structure):
+    """CUmemAllocationProp, with the structures inside of it laid out in line."""
 
-
-class _Flags(ctypes.Structure):
     _fields_ = [
+        ("type", _int),
+        ("handle_types", _int),
+        ("location_type", _int),
+        ("location_id", _int),
+        ("win32", ctypes.c_void_p),
         ("compression", ctypes.c_ubyte),
         ("rdma", ctypes.c_ubyte),
         ("usage", ctypes.c_ushort),
@@ -46,18 +53,10 @@ class _Flags(ctypes.Structure):
     ]
 
 
-class _Properties(ctypes.Structure):
-    _fields_ = [
-        ("type", _int),
-        ("handle_types", _int),
-        ("location", _Location),
-        ("win32", ctypes.c_void_p),
-        ("flags", _Flags),
-    ]
-
-
 class _Access(ctypes.Structure):
-    _fields_ = [("location", _Location), ("flags", _int)]
+    """CUmemAccessDesc, likewise."""
+
+    _fields_ = [("location_type", _int), ("location_id", _int), ("flags", _int)]
 
 
 _SIGNATURES: Final[dict[str, list[Any]]] = {
@@ -114,17 +113,16 @@ class Driver:
         assert device.index is not None, device
         self._lib = _library()
         self.device = device
-        location = _Location(_ON_DEVICE, device.index)
-        self._access = _Access(location, _READ_WRITE)
-        self._properties = _Properties(_PINNED, 0, location, None, _Flags())
+        self._access = _Access(_ON_DEVICE, device.index, _READ_WRITE)
+        self._properties = _Properties(_PINNED, 0, _ON_DEVICE, device.index)
         _check(self._lib.cuInit(0), "cuInit", device)
         rdma = _int()
         code = self._lib.cuDeviceGetAttribute(ctypes.byref(rdma), _RDMA_WITH_VMM, device.index)
         if code == 0 and rdma.value:  # so that network cards reach it, like torch's memory
-            self._properties.flags.rdma = 1
+            self._properties.rdma = 1
         granularity = _size()
         code = self._lib.cuMemGetAllocationGranularity(
-            ctypes.byref(granularity), ctypes.byref(self._properties), 1
+            ctypes.byref(granularity), ctypes.byref(self._properties), _RECOMMENDED
         )
         _check(code, "cuMemGetAllocationGranularity", device)
         self.granularity_bytes = int(granularity.value)
@@ -173,7 +171,9 @@ class Driver:
 
     def tensor(self, address: int, n_bytes: int, owner: object) -> Tensor:
         """Return a 1-D uint8 tensor over mapped memory; its storage keeps ``owner`` alive."""
-        return torch.as_tensor(_Array(address, n_bytes, owner), device=self.device)
+        array = {"shape": (n_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+        source = SimpleNamespace(__cuda_array_interface__=array, owner=owner)
+        return torch.as_tensor(source, device=self.device)  # its storage keeps the source
 
     def close(self, address: int, n_bytes: int, mapped: dict[int, int]) -> None:
         """Free an unused range and its mappings (bytes by address). Never raises, because it runs
@@ -200,19 +200,6 @@ class Driver:
         return int(code)
 
 
-class _Array:
-    """Source of a torch tensor; the tensor's storage keeps it, and it keeps ``owner`` alive."""
-
-    def __init__(self, address: int, n_bytes: int, owner: object) -> None:
-        self.owner = owner
-        self.__cuda_array_interface__ = {
-            "shape": (n_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-
 class Commands:
     """Enqueues copies and waits on one CUDA device for little host time.
 
@@ -235,7 +222,15 @@ class Commands:
         """Let this thread call the other methods inside the context."""
         current = _word()
         self._lib.cuCtxGetCurrent(ctypes.byref(current))
-        return _NOTHING if current.value == self._context else _Current(self._lib, self._context)
+        return _NOTHING if current.value == self._context else self._made_current()
+
+    @contextmanager
+    def _made_current(self) -> Iterator[None]:
+        self._lib.cuCtxPushCurrent_v2(self._context)
+        try:
+            yield
+        finally:
+            self._lib.cuCtxPopCurrent_v2(ctypes.byref(_word()))
 
     def copy(self, stream: Any, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Enqueue copies: contiguous, of equal bytes, between the device and host memory.
@@ -280,22 +275,6 @@ def beside_capture(device: torch.device) -> Iterator[None]:
         yield
     finally:
         _library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-
-
-_NOTHING: Final = nullcontext()
-
-
-class _Current:
-    """Makes a CUDA context current for the calling thread inside."""
-
-    def __init__(self, lib: ctypes.CDLL, context: int) -> None:
-        self._lib, self._context = lib, context
-
-    def __enter__(self) -> None:
-        self._lib.cuCtxPushCurrent_v2(self._context)
-
-    def __exit__(self, *_: object) -> None:
-        self._lib.cuCtxPopCurrent_v2(ctypes.byref(_word()))
 
 
 def _check(code: int, what: str, device: torch.device) -> None:

@@ -20,7 +20,6 @@ import torch
 from .backend import (
     AllocatorFigures,
     Backend,
-    BulkStream,
     Event,
     PendingEvent,
     Stream,
@@ -74,6 +73,13 @@ class _AcceleratorStream:
         with self._commands.here():
             self._commands.copy(self.raw, targets, sources)
 
+    def copy_in_turns(self, targets: Turns, sources: Turns) -> None:
+        for some, others in zip(targets, sources, strict=True):
+            self.copy(some, others)
+
+    def keep_order(self) -> None:
+        return None  # one stream's copies never overtake each other
+
     def wait(self, event: Event) -> None:
         self.raw.wait_event(_recorded(event))
 
@@ -120,7 +126,7 @@ class _TakingTurns(_AcceleratorStream):
             for some, others in zip(targets, sources, strict=True):
                 turn = self._turn
                 raw = raws[turn]
-                commands.wait(raw, ends[turn - 2])
+                commands.wait(raw, ends[turn - 2])  # turn k - 2; -1 and -2 count from the end
                 commands.copy(raw, some, others)
                 commands.record(ends[turn], raw)  # waiters have taken the last record already
                 self._turn = (turn + 1) % count
@@ -136,7 +142,7 @@ class _TakingTurns(_AcceleratorStream):
     def launch(self, fn: Callable[..., None], *operands: Any) -> None:
         self._join()
         super().launch(fn, *operands)
-        self.wait(super().record())
+        self.wait(super().record())  # the next turn runs on another of the streams
 
     def record(self) -> Event:
         self._join()
@@ -151,6 +157,7 @@ class _TakingTurns(_AcceleratorStream):
             raw.synchronize()
 
     def _join(self) -> None:
+        """Let :attr:`raw` follow all turns: each began after the last but one before it."""
         count = len(self._raws)
         last = (self._turn - 1) % count
         self.raw = self._raws[last]
@@ -183,7 +190,7 @@ class AcceleratorBackend:
     def stream(self, name: str) -> Stream:
         return self._wrapped(self._module.Stream(device=self.device), name)
 
-    def bulk_stream(self, name: str) -> BulkStream:
+    def bulk_stream(self, name: str) -> Stream:
         raws = [self._module.Stream(device=self.device) for _ in range(3)]
         return _TakingTurns(raws, self._module, name, self._commands)
 
@@ -281,7 +288,7 @@ class _CpuStream:
         event.synchronize()
 
     def record(self) -> Event:
-        return self._done
+        return self._done  # nothing is ever late here, so one event serves all
 
     def record_timed(self) -> TimedEvent:
         return _DoneEvent()
@@ -301,7 +308,7 @@ class CpuBackend:
     def stream(self, name: str) -> Stream:
         return _CpuStream(name)
 
-    def bulk_stream(self, name: str) -> BulkStream:
+    def bulk_stream(self, name: str) -> Stream:
         return _CpuStream(name)
 
     def current_stream(self) -> Stream:
@@ -426,19 +433,24 @@ def cores_near(device: torch.device) -> frozenset[int]:
     Reads Linux' ``/sys/bus/pci/devices/<id>/local_cpulist``.
     """
     allowed = frozenset(os.sched_getaffinity(0))
-    if device.type != "cuda":
-        return allowed
-    properties = torch.cuda.get_device_properties(device)
-    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
-    if not all(hasattr(properties, name) for name in names):
-        return allowed  # an older torch; zeros would name the host bridge
-    domain, bus, slot = (int(getattr(properties, name)) for name in names)
+    address = pci_address(device)
     try:
-        address = f"{domain:04x}:{bus:02x}:{slot:02x}.0"
         text = Path(f"/sys/bus/pci/devices/{address}/local_cpulist").read_text()
     except OSError:
         return allowed
     return (allowed & parse_cpu_list(text)) or allowed
+
+
+def pci_address(device: torch.device) -> str:
+    """Return the address of a CUDA device on the PCI bus, as Linux writes it; empty if unknown."""
+    if device.type != "cuda":
+        return ""
+    properties = torch.cuda.get_device_properties(device)
+    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+    if not all(hasattr(properties, name) for name in names):
+        return ""  # an older torch; zeros would name the host bridge
+    domain, bus, slot = (int(getattr(properties, name)) for name in names)
+    return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:

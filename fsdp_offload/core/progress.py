@@ -6,9 +6,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Final
+from typing import Final, Self
 
 import torch.distributed as dist
 
@@ -44,9 +42,13 @@ def _shows_bars() -> bool:
 
 
 class Progress:
-    """A progress bar, or nothing. Several threads may advance it."""
+    """A bar over ``total`` bytes, or another ``unit``, inside a ``with``; none if ``total`` is 0.
 
-    def __init__(self, total: float, text: str, unit: str) -> None:
+    Only the main thread of rank 0 shows it, on a terminal, after 2 s. Several threads may advance
+    it.
+    """
+
+    def __init__(self, total: float, text: str, *, unit: str = "B") -> None:
         self._bar = None
         if total and _shows_bars():
             from tqdm import tqdm
@@ -63,6 +65,13 @@ class Progress:
         self._lock = threading.Lock()
         self._start = time.perf_counter()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
     def advance(self, done: float = 1) -> None:
         """Advance the bar."""
         if self._bar is not None:
@@ -72,23 +81,6 @@ class Progress:
     def describe(self, text: str) -> None:
         """Change the bar's text."""
         if self._bar is not None:
+            # A refresh would show the bar before its delay.
             late = time.perf_counter() - self._start > _DELAY_S
             self._bar.set_description(text, refresh=late)
-
-    def close(self) -> None:
-        """Remove the bar."""
-        if self._bar is not None:
-            self._bar.close()
-
-
-@contextmanager
-def progress(total: float, text: str, *, unit: str = "B") -> Iterator[Progress]:
-    """Show a bar over ``total`` bytes, or another ``unit``; none if ``total`` is 0.
-
-    Only the main thread of rank 0 shows it, on a terminal, after 2 s.
-    """
-    bar = Progress(total, text, unit)
-    try:
-        yield bar
-    finally:
-        bar.close()

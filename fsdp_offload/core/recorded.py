@@ -197,6 +197,7 @@ def _norms(func: Any, tensors: list[Tensor], ord: Any = 2, dtype: Any = None) ->
         return NotImplemented
     copies = iter(torch.stack(recorded).unbind() if away else ())
     of_here = iter(func(here, ord) if here else ())
+    # In the caller's order: the bits of their sum depend on it.
     return [next(copies if _split([tensor])[1] else of_here) for tensor in tensors]
 
 

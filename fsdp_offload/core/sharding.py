@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from . import dtensor
+from .arguments import listed
 from .devices import default_device
 from .errors import ConfigError, UnsupportedParameterError
 
@@ -89,7 +90,7 @@ def shard_of(parameter: DTensor, whole: Tensor) -> Tensor:
 
 
 def _check(model: nn.Module) -> None:
-    for name, module in as_list([model])[0].named_modules():
+    for name, module in listed([model])[0].named_modules():
         if isinstance(module, FSDPModule | DistributedDataParallel):
             raise ConfigError(
                 f"{name or 'model'} of type {type(module).__name__}",
@@ -143,7 +144,7 @@ def _of_other_dtype(model: nn.Module) -> set[nn.Module]:
     sizes = Counter[torch.dtype]()
     for each in model.parameters():
         sizes[each.dtype] += each.numel() * each.requires_grad
-    others = {dtype for dtype, _ in sizes.most_common()[1:]}
+    others = {dtype for dtype, _ in sizes.most_common()[1:]}  # all but that of most elements
     return {
         module
         for module in filter(_has_forward, model.modules())
@@ -163,6 +164,7 @@ def _groups(model: nn.Module, units: set[nn.Module]) -> dict[nn.Module, dict[nn.
             groups[unit][parameter] = name
     counts = Counter(parameter for held in groups.values() for parameter in held)
     tied = {unit for unit, held in groups.items() if any(counts[each] > 1 for each in held)}
+    # Parameters of a unit that goes move into the next outer one, which may be tied then.
     return _groups(model, units - tied | {model}) if tied - {model} else groups
 
 

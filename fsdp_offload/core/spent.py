@@ -126,6 +126,7 @@ def changed_gradient_error(fqn: str) -> SpentGradientError:
 
 
 def _user() -> str | None:
+    # The operation's own name, such as _foreach_norm, tells a caller little.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if found := _USERS.get(frame.f_code.co_name):

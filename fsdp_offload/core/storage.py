@@ -44,6 +44,7 @@ def owners(storage: torch.UntypedStorage) -> int:
 
 
 def _alone() -> int:
+    # Versions of torch count differently.
     tensor = torch.empty(1, device="cpu")
     return owners(tensor.untyped_storage())
 

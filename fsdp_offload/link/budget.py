@@ -44,16 +44,17 @@ def host_memory(root: Path = _ROOT) -> list[HostMemory]:
     """Find the known bounds; ``root`` contains ``proc`` and ``sys``."""
     found = []
     meminfo = _numbers(root / "proc/meminfo", 1024)
-    present = re.findall(r"^\s*present\s+(\d+)$", _read(root / "proc/zoneinfo"), re.MULTILINE)
+    present = re.findall(r"^\s*present\s+(\d+)$", read(root / "proc/zoneinfo"), re.MULTILINE)
     if "MemAvailable" in meminfo and present:
         present_bytes = PAGE_BYTES * sum(map(int, present))
         hidden = present_bytes - meminfo["MemTotal"]
+        # The kernel hides what it keeps for itself; more than that will be added with use.
         growth = hidden if hidden * _RESERVED_SHARE > present_bytes else 0
         free, total = (meminfo[name] + growth for name in ("MemAvailable", "MemTotal"))
         found.append(HostMemory("MemAvailable", free, total))
     for folder in _cgroups(root):
-        limits = [_read(folder / name).strip() for name in ("memory.max", "memory.high")]
-        used = _read(folder / "memory.current").strip()
+        limits = [read(folder / name) for name in ("memory.max", "memory.high")]
+        used = read(folder / "memory.current")
         known = [int(limit) for limit in limits if limit.isdecimal()]  # "max": no limit
         if known and used.isdecimal():
             cache = _numbers(folder / "memory.stat", 1).get("inactive_file", 0)
@@ -63,7 +64,7 @@ def host_memory(root: Path = _ROOT) -> list[HostMemory]:
 
 
 def _cgroups(root: Path) -> Iterator[Path]:
-    match = re.search(r"^0::/(.*)$", _read(root / "proc/self/cgroup"), re.MULTILINE)
+    match = re.search(r"^0::/(.*)$", read(root / "proc/self/cgroup"), re.MULTILINE)
     top = root / "sys/fs/cgroup"
     folder = top / match[1] if match else top
     if ".." in folder.parts or not folder.exists():
@@ -75,13 +76,14 @@ def _cgroups(root: Path) -> Iterator[Path]:
 
 
 def _numbers(path: Path, unit: int) -> dict[str, int]:
-    lines = re.findall(r"^(\w+):?\s+(\d+)", _read(path), re.MULTILINE)
+    lines = re.findall(r"^(\w+):?\s+(\d+)", read(path), re.MULTILINE)
     return {name: unit * int(value) for name, value in lines}
 
 
-def _read(path: Path) -> str:
+def read(path: Path) -> str:
+    """Return the text of a file of the kernel's; empty if it is missing."""
     try:
-        return path.read_text()
+        return path.read_text().strip()
     except OSError:
         return ""
 

@@ -28,7 +28,7 @@ import torch
 from ..core import devices
 from ..core.config import MIB, TransferConfig, align
 from ..core.errors import HostMemoryError, PinningError
-from ..core.progress import progress, report
+from ..core.progress import Progress, report
 from .budget import cores_per_rank, size_text
 
 HUGE_PAGE_BYTES: Final = 2 * MIB
@@ -100,7 +100,7 @@ class HostRange:
             return
         start = time.perf_counter()
         self._mapping, self.huge_pages = _map(n_bytes)
-        with progress(n_bytes, "allocating host memory") as bar:
+        with Progress(n_bytes, "allocating host memory") as bar:
             self._touch(device, bar.advance)
             if can_pin and transfer.pin != "never":
                 # This takes about as long as touching, and cannot report progress.

@@ -8,7 +8,6 @@ two values conflict.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import gc
 import os
@@ -68,7 +67,7 @@ class HostPool:
         ConfigError: ``transfer`` is something else, or an open pool has another ``host_memory``.
     """
 
-    def __init__(self, holder: str, backend: Backend, transfer: TransferConfig) -> None:
+    def __init__(self, holder: str, backend: Backend, transfer: TransferConfig | None) -> None:
         self.holder = holder
         self.n_bytes = 0  # includes requests in progress
         self._backend, self._transfer = backend, checked_transfer(transfer)
@@ -150,30 +149,3 @@ class HostPool:
             )
             _open[id(self)] = self
             self.n_bytes += n_bytes
-
-
-class Intervals:
-    """Allocates intervals of ``n_bytes`` by first fit; all are free at first. Pure."""
-
-    def __init__(self, n_bytes: int) -> None:
-        self.n_bytes = n_bytes
-        self.used_bytes = self.most_used_bytes = 0
-        self._taken: list[tuple[int, int]] = []  # starts and ends, sorted
-
-    def take(self, n_bytes: int) -> int | None:
-        """Take an interval; returns its start, or None if no gap is large enough."""
-        start = 0
-        for index, (begin, end) in enumerate([*self._taken, (self.n_bytes, 0)]):
-            if begin - start >= n_bytes:
-                self._taken.insert(index, (start, start + n_bytes))
-                self.used_bytes += n_bytes
-                self.most_used_bytes = max(self.most_used_bytes, self.used_bytes)
-                return start
-            start = end
-        return None
-
-    def give(self, start: int) -> None:
-        """Free the interval that begins at ``start``."""
-        begin, end = self._taken.pop(bisect.bisect_left(self._taken, (start, 0)))
-        assert begin == start, (begin, start)
-        self.used_bytes -= end - begin

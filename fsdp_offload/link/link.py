@@ -47,8 +47,8 @@ class Link:
         self, backend: Backend, client: str, *, turn_bytes: int | None = TURN_BYTES
     ) -> None:
         self._turn_bytes = turn_bytes
-        self._shared_in = None if turn_bytes is None else backend.bulk_stream(f"{client}:in")
-        self._in = self._shared_in or backend.stream(f"{client}:in")
+        make = backend.stream if turn_bytes is None else backend.bulk_stream
+        self._in = make(f"{client}:in")
         self._out = backend.stream(f"{client}:out")
         self._backend = backend
         self.fetched_bytes = self.stored_bytes = 0  # so far
@@ -65,10 +65,10 @@ class Link:
                     self._in.wait(event)
             for block in blocks:
                 assert block.residence in (Residence.HOST, Residence.STORING), block.residence
-                if self._shared_in is not None and self._turn_bytes is not None:
-                    self._shared_in.copy_in_turns(*block.turns(self._turn_bytes))
-                else:
+                if self._turn_bytes is None:
                     self._in.copy(block.device, block.host)
+                else:
+                    self._in.copy_in_turns(*block.turns(self._turn_bytes))
                 self.fetched_bytes += block.n_bytes
             arrived = self._in.record()
             for block in blocks:
@@ -106,8 +106,7 @@ class Link:
 
     def keep_order(self) -> None:
         """Order later fetches after all earlier ones, because they may share device memory."""
-        if self._shared_in is not None:
-            self._shared_in.keep_order()
+        self._in.keep_order()
 
     def follow(self, *events: Event, fetches: bool = True, stores: bool = True) -> None:
         """Make later copies in these directions wait for ``events``."""

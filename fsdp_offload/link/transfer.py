@@ -82,7 +82,7 @@ class Handle:
         self.seconds = 0.0  # from the call to the end of wait(), on the host
         self.freed_bytes = 0  # device memory that the driver gained
         self._releases = deque(releases)  # in the order of the copies, released as these complete
-        self._used = used  # host memory of the copies, kept until they have completed
+        self._used = used  # blocks with their memory on both sides, kept until the copies end
         self._began, self._emptied = began, emptied
         self._free_before = None if emptied is None else free_bytes(emptied)
         self._is_over, self._lock = not self._by_kind and not self._releases, threading.RLock()
@@ -175,7 +175,7 @@ class Transfer:
         *,
         empties_cache: bool = False,
     ) -> None:
-        self.pool = HostPool(holder, backend, config or TransferConfig())
+        self.pool = HostPool(holder, backend, config)
         # By block key: host memory, first byte in it, and capacity.
         self._buffers: dict[str, tuple[HostRange, int, int]] = {}
         self.handle = Handle()  # of the last transfer
@@ -352,14 +352,13 @@ class Transfer:
     def _copy(self, batch: Sequence[OwnedBlock], copy: Callable[..., Event]) -> Event:
         """Enqueue the copies of a batch; returns an event after them.
 
-        The owner of a storage may drop it, so the stream that it belongs to waits for the copies
-        before the memory is used again.
+        The handle keeps the blocks until the copies have ended, so an owner may drop its tensors.
         """
         for block in batch:
             block.host, block.device = [self._host(block.key, 0, block.n_bytes)], [block.view()]
         ended = copy(*batch)
         for block in batch:
-            block.device = ()
+            block.device = ()  # a view of a chunk would keep its whole range alive
         return ended
 
     def last(self, *, wait: bool) -> Handle:

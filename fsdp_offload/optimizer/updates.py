@@ -377,8 +377,7 @@ class Updates:
             )
         if seeded := sum(map(state_io.seeds_master, params, values)):
             warn(
-                "no fp32 masters for %d parameters in what was loaded: masters were set from the "
-                "weights",
+                "no saved fp32 masters for %d parameters: masters were set from the weights",
                 seeded,
             )
 

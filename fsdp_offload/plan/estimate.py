@@ -39,6 +39,7 @@ class Model:
     @classmethod
     def of_size(cls, params: float, vocabulary: int = 60000) -> Model:
         """Assume the usual shape for so many parameters: 128 elements of width per layer."""
+        # A block has 12 width ** 2 parameters: 4 in attention, 8 in the MLP.
         width = 128 * max(1, round((params * 128 / 12) ** (1 / 3) / 128))
         vocabulary = min(vocabulary, int(params / 2 / width))  # else small models have no blocks
         layers = max(1, round((params - vocabulary * width) / (12 * width * width)))
@@ -201,6 +202,7 @@ def bounds_ms(travels_bytes: float, compute_ms: float, link_gbps: float) -> tupl
 def _bare_peak(
     model: Model, work: Workload, weights: float, gradients: float, unsharded: float
 ) -> float:
+    # bf16: 2 bytes per element.
     block = 2 * model.saved_widths * model.width * work.tokens
     kept = 2 * model.width * work.tokens if work.checkpointed else block
     logits = 3 * 2 * model.vocabulary * work.tokens  # logits, log-probabilities and their gradient
@@ -212,7 +214,7 @@ def _bare_peak(
 
 def _divide(state: float, allowed: float) -> tuple[float, float]:
     if state <= allowed:
-        return state, 0.0
+        return state, 0.0  # nothing moves, so no slots
     slots = float(SMALL_BUCKET_BYTES * most_slots(int(allowed), SMALL_BUCKET_BYTES))
     return max(0.0, allowed - slots), slots
 

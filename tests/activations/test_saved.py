@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from fsdp_offload import PagedStash
 from fsdp_offload.activations.saved import (
     ByteRange,
-    Rows,
     View,
     rows_or_reason,
     span_or_reason,
@@ -21,7 +20,11 @@ from tests.activations.moe import CPU
 CAPACITY = 8
 
 
-def of(tensor: Tensor) -> Rows | str:
+def all_rows(start: int, row_bytes: int) -> ByteRange:
+    return ByteRange(start, start + CAPACITY * row_bytes)
+
+
+def of(tensor: Tensor) -> ByteRange | str:
     return rows_or_reason(tensor, CAPACITY, CPU)
 
 
@@ -29,27 +32,33 @@ def rows(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.zeros(CAPACITY, *shape, dtype=dtype)
 
 
-TAKEN: dict[str, tuple[Callable[[], Tensor], Rows]] = {
-    "fp32": (lambda: rows(4), Rows(0, 16)),
-    "bf16": (lambda: rows(8, dtype=torch.bfloat16), Rows(0, 16)),
-    "fp16": (lambda: rows(24, dtype=torch.float16), Rows(0, 48)),
-    "fp8 e4m3": (lambda: rows(16, dtype=torch.float8_e4m3fn), Rows(0, 16)),
-    "fp8 e5m2": (lambda: rows(32, dtype=torch.float8_e5m2), Rows(0, 32)),
-    "several dims": (lambda: rows(2, 3, 4), Rows(0, 96)),
-    "one number per row": (lambda: torch.zeros(CAPACITY, dtype=torch.complex128).real, Rows(0, 16)),
-    "left chunk": (lambda: rows(16).chunk(2, dim=-1)[0], Rows(0, 64)),
-    "right chunk": (lambda: rows(16).chunk(2, dim=-1)[1], Rows(0, 64)),
-    "chunk that was detached": (lambda: rows(16).chunk(2, dim=-1)[1].detach(), Rows(0, 64)),
+TAKEN: dict[str, tuple[Callable[[], Tensor], ByteRange]] = {
+    "fp32": (lambda: rows(4), all_rows(0, 16)),
+    "bf16": (lambda: rows(8, dtype=torch.bfloat16), all_rows(0, 16)),
+    "fp16": (lambda: rows(24, dtype=torch.float16), all_rows(0, 48)),
+    "fp8 e4m3": (lambda: rows(16, dtype=torch.float8_e4m3fn), all_rows(0, 16)),
+    "fp8 e5m2": (lambda: rows(32, dtype=torch.float8_e5m2), all_rows(0, 32)),
+    "several dims": (lambda: rows(2, 3, 4), all_rows(0, 96)),
+    "one number per row": (
+        lambda: torch.zeros(CAPACITY, dtype=torch.complex128).real,
+        all_rows(0, 16),
+    ),
+    "left chunk": (lambda: rows(16).chunk(2, dim=-1)[0], all_rows(0, 64)),
+    "right chunk": (lambda: rows(16).chunk(2, dim=-1)[1], all_rows(0, 64)),
+    "chunk that was detached": (lambda: rows(16).chunk(2, dim=-1)[1].detach(), all_rows(0, 64)),
     "chunk of rows behind others": (
         lambda: torch.zeros(3 * CAPACITY, 16)[CAPACITY : 2 * CAPACITY].clone().chunk(2, -1)[1],
-        Rows(0, 64),
+        all_rows(0, 64),
     ),
-    "rows behind others": (lambda: torch.zeros(3 * CAPACITY, 4)[CAPACITY:-CAPACITY], Rows(128, 16)),
-    "every second row": (lambda: torch.zeros(2 * CAPACITY, 4)[::2], Rows(0, 32)),
-    "dims exchanged inside of a row": (lambda: rows(2, 8).transpose(1, 2), Rows(0, 64)),
+    "rows behind others": (
+        lambda: torch.zeros(3 * CAPACITY, 4)[CAPACITY:-CAPACITY],
+        all_rows(128, 16),
+    ),
+    "every second row": (lambda: torch.zeros(2 * CAPACITY, 4)[::2], all_rows(0, 32)),
+    "dims exchanged inside of a row": (lambda: rows(2, 8).transpose(1, 2), all_rows(0, 64)),
     "computed from a parameter and rows": (
         lambda: rows(CAPACITY).requires_grad_() @ nn.Parameter(torch.zeros(CAPACITY, CAPACITY)),
-        Rows(0, 32),
+        all_rows(0, 32),
     ),
 }
 
@@ -60,7 +69,7 @@ def test_taken(name: str) -> None:
     tensor = make()
     assert of(tensor) == expected
     with torch.no_grad():  # a view of other memory with the same content is the same tensor
-        words = torch.zeros(CAPACITY * expected.row_bytes // 8, dtype=torch.int64)
+        words = torch.zeros(expected.n_bytes // 8, dtype=torch.int64)
         numbers = torch.arange(tensor.numel()).reshape(tensor.shape) % 8
         tensor.copy_(numbers)
         storage = tensor.untyped_storage()

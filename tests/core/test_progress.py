@@ -17,7 +17,7 @@ from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, checkpoint
 from fsdp_offload.bench import iteration
 from fsdp_offload.cli.main import parser
 from fsdp_offload.core import progress as module
-from fsdp_offload.core.progress import progress
+from fsdp_offload.core.progress import Progress
 
 SIZES = "--device cpu --layers 1 --dim 64 --vocabulary 64 --tokens 8 --seq 8".split()
 
@@ -86,14 +86,14 @@ def test_nothing_is_shown_where_nobody_looks(
         monkeypatch.setattr(module, "is_rank_0", lambda: False)
     else:
         monkeypatch.setattr(module.sys, "stderr", io.StringIO() if why == "no terminal" else None)
-    with progress(5, "work") as bar:
+    with Progress(5, "work") as bar:
         bar.describe("more")
         bar.advance(5)
     assert bars == []
 
 
 def test_a_bar_shows_bytes_and_leaves_no_trace(bars: list[Any]) -> None:
-    with progress(3 << 20, "work") as bar:
+    with Progress(3 << 20, "work") as bar:
         bar.advance(1 << 20)
     shown = module.sys.stderr.getvalue()  # type: ignore[attr-defined]
     assert "work:  33%" in shown
@@ -103,6 +103,6 @@ def test_a_bar_shows_bytes_and_leaves_no_trace(bars: list[Any]) -> None:
 
 def test_what_is_done_soon_shows_nothing(bars: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_DELAY_S", 2)
-    with progress(5, "work") as bar:
+    with Progress(5, "work") as bar:
         bar.advance(5)
     assert "work" not in module.sys.stderr.getvalue()  # type: ignore[attr-defined]

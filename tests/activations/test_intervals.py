@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_offload.link.host_pool import Intervals
+from fsdp_offload.activations.batches import Intervals
 
 SIZE = 64
 
