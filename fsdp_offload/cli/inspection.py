@@ -117,7 +117,8 @@ def _text(report: Mapping[str, Any]) -> str:
         who = report["optimizer"] or "no optimizer"
         lines.append(f"saved {report['completed']}, ranks: {report['ranks']}, {who}")
     if "optimizer_steps" in report:
-        lines.append("optimizer steps: {:g} to {:g}".format(*report["optimizer_steps"]))
+        steps = dict.fromkeys(f"{count:g}" for count in report["optimizer_steps"])
+        lines.append(f"optimizer steps: {' to '.join(steps)}")
     for name, value in (report.get("extra") or {}).items():
         text = json.dumps(value)
         lines.append(f"extra {name} = {text[:_SHOWN]}{'...' * (len(text) > _SHOWN)}")

@@ -263,9 +263,9 @@ class OffloadConfig:
                 reason="updates on the CPU keep state in the update's dtype",
                 remedy='use update_on="device", or leave moments out',
             )
-        check_choice("offload", self.offload, OFFLOADS, "it selects what may leave the device")
+        check_choice("offload", self.offload, OFFLOADS, "it says what may leave the device")
         check_choice("master_weights", self.master_weights, (True, False), "neither True nor False")
-        why = "it names what the updates run in, or beside"
+        why = "it says when updates run"
         check_choice("overlap", self.overlap, (None, *OVERLAPS), why)
 
     def compute_dtype(self, shard_dtype: torch.dtype) -> torch.dtype:

@@ -344,7 +344,7 @@ class PhaseOffloader:
         }
 
     def _check(self) -> None:
-        check_open("a PhaseOffloader", self._pid, is_closed=self._is_closed)
+        check_open("PhaseOffloader", self._pid, is_closed=self._is_closed)
 
     # ------------------------------------------------------------------ what moves
 

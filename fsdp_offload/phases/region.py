@@ -280,7 +280,7 @@ class FixedAddressRegion:
                 addresses = next(rest, None) or self._memory.grow(n_bytes)
             except torch.OutOfMemoryError as error:
                 raise DeviceMemoryError(
-                    f"growing region {self.name!r} by {n_bytes} bytes",
+                    f"growing region {self.name!r} by {brief(n_bytes)}",
                     reason=str(error),
                     remedy="free device memory and try again; the region has not changed",
                 ) from error
