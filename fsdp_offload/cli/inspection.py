@@ -17,8 +17,8 @@ from ..checkpoint import Reader
 from ..checkpoint.files import typed
 from ..checkpoint.planner import read_values
 from ..checkpoint.state import EXTRA, decode
+from ..core.config import exact
 from ..core.errors import CheckpointError
-from ..link.budget import size_text
 
 _CHECKSUMS: Final = {
     "elements": "all checksums match",
@@ -124,7 +124,7 @@ def _text(report: Mapping[str, Any]) -> str:
         lines.append(f"extra {name} = {text[:_SHOWN]}{'...' * (len(text) > _SHOWN)}")
     lines.append(
         f"tensors: {len(report['tensors'])}, "
-        f"{size_text(report['tensor_bytes'])}; other values: "
+        f"{exact(report['tensor_bytes'])}; other values: "
         f"{len(report['other_values'])}"
     )
     lines += [
