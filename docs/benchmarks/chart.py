@@ -127,9 +127,9 @@ def gain(found: list[dict[str, Any]]) -> str:
     return (
         f"To train {params / 1e9:.1f}B bf16 parameters, AdamW with fp32 masters needs "
         f"{need_gib:.0f} GiB of GPU memory, without activations.\nThis package needs "
-        f"{least.gib:.0f} GiB, with activations, and {host_gib:.0f} GiB of CPU memory. One H100 "
-        f"then trains {round(speed, -2):,.0f} tokens per second, at {job['tokens']:,} tokens per "
-        "step with activation checkpointing."
+        f"{least.gib:.0f} GiB, with activations (`device_memory=0`), and {host_gib:.0f} GiB of CPU "
+        f"memory. One H100 then trains {round(speed, -2):,.0f} tokens per second, at "
+        f"{job['tokens']:,} tokens per step with activation checkpointing."
     )
 
 
