@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import mmap
 import os
