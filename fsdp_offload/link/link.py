@@ -65,7 +65,7 @@ class Link:
                     self._in.wait(event)
             for block in blocks:
                 assert block.residence in (Residence.HOST, Residence.STORING), block.residence
-                if self._turn_bytes is None:
+                if self._turn_bytes is None:  # not turns(), which a block keeps: spans may change
                     self._in.copy(block.device, block.host)
                 else:
                     self._in.copy_in_turns(*block.turns(self._turn_bytes))
