@@ -10,7 +10,7 @@ from tests.helpers.scripts import Launch
 
 
 def test_measures_stay_below_what_they_are() -> None:
-    assert house.lines() <= 25_404  # weights and gradients in host memory
+    assert house.lines() <= 25_407  # weights and gradients in host memory
     assert house.statements() <= 13_357
     assert len(house.sources()) <= 122
     assert house.long_files() == {}

@@ -73,6 +73,7 @@ class HostRange:
         device: the device on the other side of the link; decides which cores touch the memory.
         can_pin: whether the device's driver can register host memory.
         transfer: how to allocate the memory (``pin``).
+        holder: name for the log.
 
     Raises:
         HostMemoryError: the kernel refused to map it.
@@ -88,6 +89,7 @@ class HostRange:
         device: torch.device,
         can_pin: bool,
         transfer: TransferConfig,
+        holder: str = "a check",
     ) -> None:
         assert n_bytes >= 0, n_bytes
         self.n_bytes = n_bytes
@@ -108,7 +110,7 @@ class HostRange:
                 self._pin(device, required=transfer.pin == "require")
         self.seconds = time.perf_counter() - start
         done = "allocated" if self._unpin is None else "page-locked"
-        report(f"{done} host memory", n_bytes, self.seconds)
+        report(f"{done} host memory ({holder})", n_bytes, self.seconds)
 
     def tensor(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a 1-D tensor over ``numel`` elements, without a copy.
