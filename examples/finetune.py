@@ -5,7 +5,7 @@
 
 MODEL is a folder that `from_pretrained` reads, or a `config.json`: then weights are random. TEXTS
 is a folder of text files. `--resume` goes on after a kill. `from_pretrained` reads the result,
-`OUT/model`. It needs `pip install transformers`.
+`OUT/model-<steps>`. It needs `pip install transformers`.
 """
 
 import argparse
@@ -154,6 +154,7 @@ def main():
     if device.type != "cpu":
         say(f"GPU peak {torch.accelerator.max_memory_allocated() / 2**30:.1f} GiB")
     checkpoint.export_safetensors(model, exported)
+    say(f"exported to {exported}")
     if rank == 0:
         model.config.save_pretrained(exported)
         if tokenizer:

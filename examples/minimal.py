@@ -47,5 +47,7 @@ for step in range(first, args.steps):
         path = args.folder / f"step-{step + 1:06d}"
         extra = {"step": step + 1}
         checkpoint.save(path, model, optimizer, extra=extra, overwrite=True, keep_last=3)
+if dist.get_rank() == 0:
+    print(optimizer)  # says what is in CPU memory
 optimizer.close()
 dist.destroy_process_group()

@@ -124,7 +124,9 @@ def test_the_chart_takes_the_newest_row(tmp_path: Path) -> None:
     reports = chart["reports"](tmp_path)
     gib = {key: [p.gib for p in some] for key, some in chart["points"](reports).items()}
     assert gib == {"clip": [12.0, 70.0], "none": [20.0], "plain": [64.0]}
-    assert "in 12 GiB of one H100: 8,200 tokens per second" in chart["gain"](reports)
+    gain = chart["gain"](reports)
+    assert "needs 12 GiB, with activations (`device_memory=0`), and 103 GiB of CPU memory." in gain
+    assert "trains 8,200 tokens per second" in gain
     assert "does not fit" in chart["chart"](reports, "dark")
 
 

@@ -135,7 +135,11 @@ def test_a_script_of_one_process_without_fsdp2(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["fsdp2", "compiled", "averages", pytest.param("compiled as a whole", marks=pytest.mark.long)],
+    [
+        "fsdp2",
+        "averages",
+        *(pytest.param(s, marks=pytest.mark.long) for s in ("compiled", "compiled as a whole")),
+    ],
 )
 def test_a_script_with_fsdp2(ranks: Ranks, kind: str, tmp_path: Path) -> None:
     ranks(2).run(compare, kind, str(tmp_path))

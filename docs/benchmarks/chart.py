@@ -31,8 +31,8 @@ PEERS = {
     "torchao": ("torchao CPUOffloadOptimizer, no fp32 master, no clipping", "orange"),
     "cpuoffload": ("FSDP2 CPUOffloadPolicy, no fp32 master", "violet"),
 }
-BYTES_OF_ADAMW = 16
-"""Weight and gradient in bf16, master and two moments in fp32."""
+BYTES_OF_ADAMW, BYTES_ON_HOST = 16, 14
+"""Weight and gradient in bf16, master and two moments in fp32; weight and master share two."""
 CARD_GIB = 79.2
 LEFT, RIGHT, BOTTOM, PLOT = 44, 12, 44, 200
 
@@ -123,11 +123,13 @@ def gain(found: list[dict[str, Any]]) -> str:
     least = points(found)["clip"][0]
     speed = 1e3 * job["tokens"] * job["ranks"] / least.ms
     need_gib = BYTES_OF_ADAMW * params / 2**30
+    host_gib = BYTES_ON_HOST * params / 2**30
     return (
-        f"Weights, gradients and AdamW state of {params / 1e9:.1f}B parameters take {need_gib:.0f} "
-        "GiB, with an fp32 master for each bf16 weight.\nThis package trains them in "
-        f"{least.gib:.0f} GiB of one H100: {round(speed, -2):,.0f} tokens per second, with "
-        f"{job['tokens']:,} tokens per step and activation checkpointing."
+        f"To train {params / 1e9:.1f}B bf16 parameters, AdamW with fp32 masters needs "
+        f"{need_gib:.0f} GiB of GPU memory, without activations.\nThis package needs "
+        f"{least.gib:.0f} GiB, with activations (`device_memory=0`), and {host_gib:.0f} GiB of CPU "
+        f"memory. One H100 then trains {round(speed, -2):,.0f} tokens per second, at "
+        f"{job['tokens']:,} tokens per step with activation checkpointing."
     )
 
 

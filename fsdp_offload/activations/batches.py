@@ -271,7 +271,7 @@ class BatchCopies:
                 remedy="capture forward and backward without an ActivationOffload",
             )
         self.collect()
-        if batch is self.open:
+        if batch is self.open:  # a backward before the end of the forward: it is not sent
             batch.index, self.open = self.counts["batches"], Batch(self)
             self.counts["batches"] += 1
         if batch.residence is Residence.HOST:
@@ -304,6 +304,7 @@ class BatchCopies:
 
     def _bring_back_before(self, batch: Batch) -> None:
         order, n_ahead = self._order, 0
+        # Drop batches from the end that are gone or back, so that the search below stays short.
         while order and ((last := order[-1]()) is None or last.residence is Residence.DEVICE):
             order.pop()
         for find in reversed(order):

@@ -155,7 +155,7 @@ def _is_of_parameter(tensor: Tensor) -> bool:
     if isinstance(base, nn.Parameter):
         return True
     node = base.grad_fn
-    while node is not None:
+    while node is not None:  # back through operations on one tensor
         inputs = [each for each, _ in node.next_functions if each is not None]
         if len(inputs) != 1:
             break

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..core.backend import refuse_capture
 from ..core.config import SMALL_BYTES, TransferConfig, brief, parse_bytes, sized
 from ..core.devices import backend_for
 from ..core.errors import (
     ActivationError,
     ConfigError,
-    DeviceError,
     DeviceMemoryError,
     StashOverflowError,
     copy_error,
@@ -178,7 +178,7 @@ class PagedStash:
         Raises:
             DeviceError: inside a CUDA graph capture.
         """
-        self._refuse_capture("exact()")
+        refuse_capture(self._backend, "exact()")
         before, self._store.asked_exact = self._store.asked_exact, True
         try:
             yield
@@ -205,7 +205,7 @@ class PagedStash:
         """
         store = self._store
         store.check_usable("prepare()")
-        self._refuse_capture("prepare()")
+        refuse_capture(self._backend, "prepare()")
         store.collect()
         if store.n_live:
             raise ActivationError(
@@ -307,7 +307,7 @@ class PagedStash:
             ActivationError: ``fn`` raised on another rank.
             DeviceError: inside a CUDA graph capture.
         """
-        self._refuse_capture("run()")
+        refuse_capture(self._backend, "run()")
         device = self._backend.device
         on_device = None if device.type == "cpu" else torch.get_device_module(device)
         state, device_state = torch.get_rng_state(), None
@@ -358,7 +358,7 @@ class PagedStash:
     ) -> list[int]:
         """Return the maxima over ranks: overflows, invalid counts, rows of one, failures."""
         self._store.check_usable(what)
-        self._refuse_capture(what)
+        refuse_capture(self._backend, what)
         seen = torch.zeros(INVALID_ROWS + 2, dtype=torch.int64, device=self._backend.device)
         if (pool := self._store.pool) is not None:
             flags = pool.flags[: INVALID_ROWS + 1]
@@ -406,14 +406,6 @@ class PagedStash:
         if pool is not None and pool.n_far:
             self._backend.current_stream().synchronize()  # kernels may be writing to them
         self._host.close()
-
-    def _refuse_capture(self, what: str) -> None:
-        if self._backend.is_capturing():
-            raise DeviceError(
-                f"{what} inside a CUDA graph capture",
-                reason="it makes the host wait for the device",
-                remedy=f"call {what} outside the capture",
-            )
 
 
 def page_kernels(device: torch.device) -> ModuleType:

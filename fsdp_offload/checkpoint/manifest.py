@@ -201,10 +201,10 @@ def open_checkpoint(path: Path) -> tuple[Manifest | None, Metadata]:
             raise corrupt(path / METADATA, "it is missing") from error
         if (weights := read_folder(path)) is not None:
             return None, weights
+        why = f"it has no {METADATA} and no safetensors: not a checkpoint, or an interrupted save"
         raise CheckpointError(
             f"{path}",
-            reason=f"it has no {METADATA} and no safetensors: not a checkpoint, or its "
-            "save was interrupted",
+            reason=why if path.exists() else "it does not exist",
             remedy="pass the folder of a checkpoint, which checkpoint.latest() finds; load a .pt "
             "file by model.load_state_dict(torch.load(path)), also after shard()",
         ) from error

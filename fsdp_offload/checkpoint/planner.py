@@ -482,7 +482,8 @@ def _check_shape(key: str, stored: Any, value: Any) -> None:
     expected = tuple(value.size()) if hasattr(value, "size") else ()
     if expected != tuple(stored.size):
         raise _not_fitting(
-            f"{key} of shape {tuple(stored.size)}", f"this job's tensor has shape {expected}"
+            f"{key} of shape {tuple(stored.size)} in the checkpoint",
+            f"its shape is {expected} in this job",
         )
 
 

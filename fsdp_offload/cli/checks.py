@@ -24,11 +24,11 @@ from torch.distributed.fsdp import fully_shard
 
 from ..bench.machine import measure_link
 from ..core import fsdp_names
-from ..core.config import TransferConfig
+from ..core.config import TransferConfig, exact
 from ..core.devices import parse_cpu_list
 from ..core.errors import PinningError, UnsupportedTorchError
 from ..link import HostRange
-from ..link.budget import HostMemory, read, size_text
+from ..link.budget import HostMemory, read
 from ..update.kernels import triton_kernels
 from .check import Check
 
@@ -46,7 +46,7 @@ def check_host_memory(bounds: Collection[HostMemory], device_bytes: int) -> Chec
         remedy = "pass host_memory= on all ranks"
         return Check(name, "warning", "unknown: neither the kernel nor a cgroup reports it", remedy)
     tight = min(bounds, key=lambda bound: bound.free_bytes)
-    free, total = size_text(tight.free_bytes), size_text(tight.total_bytes)
+    free, total = exact(tight.free_bytes), exact(tight.total_bytes)
     found = f"{free} free of {total}, according to {tight.source}"
     if not tight.free_bytes:
         return Check(name, "error", found, "end other processes, or raise the container's limit")
@@ -54,7 +54,7 @@ def check_host_memory(bounds: Collection[HostMemory], device_bytes: int) -> Chec
         return Check(
             name,
             "warning",
-            f"{found}; less than the devices' own {size_text(device_bytes)}",
+            f"{found}; less than the devices' own {exact(device_bytes)}",
             "AdamW needs 10 bytes per bf16 parameter: raise the container's "
             "limit, or keep a share on the device with offload_fraction=",
         )
@@ -166,7 +166,7 @@ def check_pinning(device: torch.device) -> Check:
     except PinningError as error:
         remedy = 'free host memory, or pass TransferConfig(pin="prefer"), which is slower'
         return Check("page-locking", "error", error.reason, remedy)
-    return Check("page-locking", "ok", f"the driver page-locked {size_text(_PIN_BYTES)}")
+    return Check("page-locking", "ok", f"the driver page-locked {exact(_PIN_BYTES)}")
 
 
 def check_link(device: torch.device, root: Path, address: str) -> Check:
@@ -188,12 +188,12 @@ def check_others(device: torch.device) -> Check:
     """Find device memory that other processes use."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     others = total_bytes - free_bytes - torch.cuda.memory_reserved(device)
-    found = f"{size_text(free_bytes)} free of {size_text(total_bytes)}"
+    found = f"{exact(free_bytes)} free of {exact(total_bytes)}"
     if others > _OWN_BYTES:
         return Check(
             "other processes",
             "warning",
-            f"{found}; others use about {size_text(others)}",
+            f"{found}; others use about {exact(others)}",
             'end them (nvidia-smi lists them), or pass a number: device_memory="2GiB"',
         )
     return Check("other processes", "ok", found)

@@ -17,8 +17,8 @@ from ..checkpoint import Reader
 from ..checkpoint.files import typed
 from ..checkpoint.planner import read_values
 from ..checkpoint.state import EXTRA, decode
+from ..core.config import exact
 from ..core.errors import CheckpointError
-from ..link.budget import size_text
 
 _CHECKSUMS: Final = {
     "elements": "all checksums match",
@@ -117,13 +117,14 @@ def _text(report: Mapping[str, Any]) -> str:
         who = report["optimizer"] or "no optimizer"
         lines.append(f"saved {report['completed']}, ranks: {report['ranks']}, {who}")
     if "optimizer_steps" in report:
-        lines.append("optimizer steps: {:g} to {:g}".format(*report["optimizer_steps"]))
+        steps = dict.fromkeys(f"{count:g}" for count in report["optimizer_steps"])
+        lines.append(f"optimizer steps: {' to '.join(steps)}")
     for name, value in (report.get("extra") or {}).items():
         text = json.dumps(value)
         lines.append(f"extra {name} = {text[:_SHOWN]}{'...' * (len(text) > _SHOWN)}")
     lines.append(
         f"tensors: {len(report['tensors'])}, "
-        f"{size_text(report['tensor_bytes'])}; other values: "
+        f"{exact(report['tensor_bytes'])}; other values: "
         f"{len(report['other_values'])}"
     )
     lines += [

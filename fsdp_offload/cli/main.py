@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     commands = made.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (_, text) in COMMANDS.items():
         own = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        if name != "bench":
+        if name != "bench":  # its --json names a file
             own.add_argument("--json", action="store_true", help="print one JSON document")
         getattr(arguments, name)(own)
     return made

@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
         kept_bytes = memory_bytes + found.missing_bytes - found.peak_bytes
         print(
             f"The job does not fit: {found.missing_bytes / GIB:.2f} GiB are missing. CUDA and a "
-            f"margin take {kept_bytes / GIB:.2f} of the GPU's memory."
+            f"margin take {kept_bytes / GIB:.2f} GiB besides the peak."
         )
         if least.fits:
             print(
@@ -177,7 +177,7 @@ def sizes_text(model: Model, work: Workload, card: str, memory_bytes: int, found
     stay = " that stay" if work.offload == "all" else ""
     # On one GPU, FSDP2 copies weights before their use although there is nothing to gather.
     sizes: dict[str, float | None] = {
-        "GiB of memory on each GPU": None,
+        "GiB of memory on each GPU, at its peak": None,
         f"weights{stay}": found.weights_bytes,
         f"gradients{stay}": found.gradients_bytes,
         "all-gathered parameters"

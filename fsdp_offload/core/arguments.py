@@ -76,12 +76,12 @@ def check_holds(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
             "optimizer from model.parameters(), then pass it",
         )
     if not named or any(parameter in named for parameter in held):
-        return
+        return  # one is enough: another optimizer may hold the others
     reason = "the optimizer was built from the parameters of another module"
     remedy = "pass the module that the optimizer was built from"
     shapes = {tuple(parameter.shape) for parameter in named}
     are_sharded = fsdp_parameters(models) or any(isinstance(p, DTensor) for p in named)
-    same_shapes = {tuple(parameter.shape) for parameter in held} <= shapes
+    same_shapes = {tuple(parameter.shape) for parameter in held} <= shapes  # a DTensor's is global
     if are_sharded and same_shapes and not any(isinstance(p, DTensor) for p in held):
         reason = "fully_shard replaced the parameters after the optimizer was built"
         remedy = (

@@ -192,20 +192,21 @@ class Backend(Protocol):
         """Return the bytes that torch's allocator can still get from the driver, and its limit."""
 
 
-def stream_to_wait(backend: Backend, what: str = "step()") -> Stream:
-    """Return :meth:`Backend.current_stream` for work that a CUDA graph cannot capture.
-
-    Args:
-        backend: the device's.
-        what: the caller's action, for the message.
+def refuse_capture(backend: Backend, what: str) -> None:
+    """Refuse ``what``, the caller's action, inside a CUDA graph capture.
 
     Raises:
-        DeviceError: the stream is being captured.
+        DeviceError: the current stream is being captured.
     """
     if backend.is_capturing():
         raise DeviceError(
             f"{what} inside a CUDA graph capture",
-            reason="a graph cannot replay transfers and their scheduling",
+            reason="a graph cannot replay what the host decides or waits for",
             remedy=f"capture forward and backward, and call {what} outside the graph",
         )
+
+
+def stream_to_wait(backend: Backend, what: str = "step()") -> Stream:
+    """As :meth:`Backend.current_stream`, after :func:`refuse_capture`."""
+    refuse_capture(backend, what)
     return backend.current_stream()

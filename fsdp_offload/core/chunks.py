@@ -61,7 +61,7 @@ class ChunkAnswer:
         # For a tensor without elements, every rank has the one chunk that loads ask for.
         sizes = self.shape if 0 in self.shape else tuple(self.shard.shape)
         if 0 in sizes and 0 not in self.shape:
-            return []
+            return []  # an empty shard of a tensor that has elements
         return [ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(sizes))]
 
     def _write_items(self, fqn: str) -> list[Any]:

@@ -98,6 +98,11 @@ def brief(n_bytes: int) -> str:
     return f"{n_bytes / GIB:.2f} GiB" if n_bytes >= GIB / 10 else f"{n_bytes / MIB:.2f} MiB"
 
 
+def exact(n_bytes: int) -> str:
+    """Format a size for a reader who may need every byte."""
+    return f"{n_bytes} bytes" if n_bytes < MIB else f"{brief(n_bytes)} ({n_bytes} bytes)"
+
+
 def sized(value: int | str | None, name: str = "size", *, least_int: int = MIB) -> int | None:
     """As :func:`parse_bytes`; ``None`` stays ``None``."""
     return None if value is None else parse_bytes(value, name, least_int=least_int)
@@ -258,9 +263,9 @@ class OffloadConfig:
                 reason="updates on the CPU keep state in the update's dtype",
                 remedy='use update_on="device", or leave moments out',
             )
-        check_choice("offload", self.offload, OFFLOADS, "it selects what may leave the device")
+        check_choice("offload", self.offload, OFFLOADS, "it says what may leave the device")
         check_choice("master_weights", self.master_weights, (True, False), "neither True nor False")
-        why = "it names what the updates run in, or beside"
+        why = "it says when updates run"
         check_choice("overlap", self.overlap, (None, *OVERLAPS), why)
 
     def compute_dtype(self, shard_dtype: torch.dtype) -> torch.dtype:

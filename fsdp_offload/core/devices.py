@@ -27,6 +27,7 @@ from .backend import (
     Turns,
     copy_all,
 )
+from .config import brief
 from .cuda_driver import Commands as DriverCommands
 from .errors import DeviceError, PinningError
 
@@ -394,7 +395,7 @@ def pin(address: int, n_bytes: int, device: torch.device) -> None:
             _clear_last_error()
     if code != 0:
         raise PinningError(
-            f"{n_bytes} bytes of host memory",
+            f"{brief(n_bytes)} of host memory",
             reason=f"cudaHostRegister answered {code}",
             remedy="offload less, give the container or WSL 2 more memory, or allow "
             'pageable memory with TransferConfig(pin="prefer")',

@@ -86,7 +86,7 @@ def gate(parameters: Iterable[Tensor], known: Gated) -> None:
 def close_gate(parameters: Gated, wait: Callable[[], None]) -> None:
     """Make user code call ``wait`` before each use of a shard, until :func:`open_gate`."""
     for index, (parameter, gated) in enumerate(parameters):
-        shard = parameter._local_tensor
+        shard = parameter._local_tensor  # if it is the same, so is its stand-in
         if gated is None or shard is not ungated(gated):
             if type(shard) is not Tensor:  # already closed, or updated by its class in step()
                 continue

@@ -10,6 +10,8 @@ from typing import Final, Self
 
 import torch.distributed as dist
 
+from .config import brief
+
 _DELAY_S: Final = 2
 """Shorter work shows no bar."""
 _log = logging.getLogger("fsdp_offload")
@@ -30,7 +32,7 @@ def report(text: str, n_bytes: int, seconds: float) -> None:
     """Log finished work once per job, with its rate, unless a bar has shown it."""
     if is_rank_0() and not _shows_bars():
         rate = n_bytes / max(seconds, 1e-9) / 1e9
-        _log.info("%s: %d bytes in %.2f s, %.2f GB/s", text, n_bytes, seconds, rate)
+        _log.info("%s: %s in %.2f s, %.2f GB/s", text, brief(n_bytes), seconds, rate)
 
 
 def _shows_bars() -> bool:

@@ -212,6 +212,7 @@ def _is_scalar(factor: object) -> bool:
 
 
 def _note(away: Sequence[Record], apply: Callable[..., object], operand: Any) -> None:
+    # A clone: the caller may change its factor before the values are fetched.
     noted = apply, operand.clone() if isinstance(operand, Tensor) else operand
     for record in away:
         record.note(*record.operations, noted)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from . import dtensor
+from .arguments import listed
 from .devices import default_device
 from .errors import ConfigError, UnsupportedParameterError
 
@@ -89,7 +90,7 @@ def shard_of(parameter: DTensor, whole: Tensor) -> Tensor:
 
 
 def _check(model: nn.Module) -> None:
-    for name, module in model.named_modules():
+    for name, module in listed([model])[0].named_modules():
         if isinstance(module, FSDPModule | DistributedDataParallel):
             raise ConfigError(
                 f"{name or 'model'} of type {type(module).__name__}",

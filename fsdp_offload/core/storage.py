@@ -241,6 +241,7 @@ def _pointer(function: Any) -> int:
 
 def segment_bytes(n_bytes: int) -> int:
     """Return the segment size that torch's allocator requests for ``n_bytes``."""
+    # kSmallBuffer, kLargeBuffer and kRoundLarge of torch (c10/core/AllocatorConfig.h)
     if is_small(n_bytes):
         return 2 * _MIB
     if n_bytes < 10 * _MIB:  # more than requested, for later requests

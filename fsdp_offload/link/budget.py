@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from ..core.config import exact
 from ..core.errors import ConfigError, HostMemoryError
 
 PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
@@ -32,12 +33,6 @@ class HostMemory(NamedTuple):
     source: str
     free_bytes: int  # left of the bound now
     total_bytes: int  # left if no process held anything
-
-
-def size_text(n_bytes: int) -> str:
-    """Format ``n_bytes`` in GiB, unless it is little, and exactly."""
-    exact = f"{n_bytes} bytes"
-    return f"{n_bytes / 2**30:.2f} GiB ({exact})" if n_bytes >= 2**30 / 100 else exact
 
 
 def host_memory(root: Path = _ROOT) -> list[HostMemory]:
@@ -121,22 +116,22 @@ def check_host_memory(
     if bound_bytes is not None:
         if needed + taken <= bound_bytes:
             return
-        reason = f"host_memory is {size_text(bound_bytes)}"
-        reason += f", of which {size_text(taken)} are taken" if taken else ""
+        reason = f"host_memory is {exact(bound_bytes)}"
+        reason += f", of which {exact(taken)} are taken" if taken else ""
     else:
         short = (
-            f"{source} leaves {size_text(free)} of {size_text(total)}"
+            f"{source} leaves {exact(free)} of {exact(total)}"
             for source, free, total in host_memory(root)
             if required_bytes > free or needed + taken > total
         )
         if not (reason := next(short, "")):
             return
     if held:
-        holders = (f"{name} = {size_text(n_bytes)}" for name, n_bytes in held.items())
+        holders = (f"{name} = {exact(n_bytes)}" for name, n_bytes in held.items())
         reason += f"; this rank holds: {', '.join(holders)}"
-    what = f"{holder}: {size_text(required_bytes)} of host memory on this rank"
+    what = f"{holder}: {exact(required_bytes)} of host memory on this rank"
     if local_ranks > 1:
-        what += f" and {size_text(needed)} on the {local_ranks} ranks of this host"
+        what += f" and {exact(needed)} on the {local_ranks} ranks of this host"
     raise HostMemoryError(
         what,
         reason=reason,

@@ -26,10 +26,10 @@ from typing import Any, Final
 import torch
 
 from ..core import devices
-from ..core.config import MIB, TransferConfig, align
+from ..core.config import MIB, TransferConfig, align, exact
 from ..core.errors import HostMemoryError, PinningError
 from ..core.progress import Progress, report
-from .budget import cores_per_rank, size_text
+from .budget import cores_per_rank
 
 HUGE_PAGE_BYTES: Final = 2 * MIB
 # One torch call touches at most 16384 pages: from 32768 elements on, torch spreads an operation
@@ -73,6 +73,7 @@ class HostRange:
         device: the device on the other side of the link; decides which cores touch the memory.
         can_pin: whether the device's driver can register host memory.
         transfer: how to allocate the memory (``pin``).
+        holder: name for the log.
 
     Raises:
         HostMemoryError: the kernel refused to map it.
@@ -88,6 +89,7 @@ class HostRange:
         device: torch.device,
         can_pin: bool,
         transfer: TransferConfig,
+        holder: str = "a check",
     ) -> None:
         assert n_bytes >= 0, n_bytes
         self.n_bytes = n_bytes
@@ -108,7 +110,7 @@ class HostRange:
                 self._pin(device, required=transfer.pin == "require")
         self.seconds = time.perf_counter() - start
         done = "allocated" if self._unpin is None else "page-locked"
-        report(f"{done} host memory", n_bytes, self.seconds)
+        report(f"{done} host memory ({holder})", n_bytes, self.seconds)
 
     def tensor(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a 1-D tensor over ``numel`` elements, without a copy.
@@ -181,7 +183,7 @@ class HostRange:
                 self._mapping = None
                 raise
             warnings.warn(
-                f"{size_text(self.n_bytes)} of host memory stay pageable, which makes transfers "
+                f"{exact(self.n_bytes)} of host memory stay pageable, which makes transfers "
                 f"slower: {error.reason}",
                 RuntimeWarning,
                 stacklevel=3,
@@ -207,7 +209,7 @@ def _map(n_bytes: int) -> tuple[mmap.mmap, bool]:
         mapping = _Mapping(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise HostMemoryError(
-            f"mapping {size_text(n_bytes)} of host memory",
+            f"mapping {exact(n_bytes)} of host memory",
             reason=f"the kernel refused ({error})",
             remedy="offload less, or raise the limit on address space (ulimit -v, "
             "vm.overcommit_memory)",

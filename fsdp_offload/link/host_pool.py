@@ -100,6 +100,7 @@ class HostPool:
                 device=self._backend.device,
                 can_pin=self._backend.can_pin,
                 transfer=self._transfer,
+                holder=self.holder,
             )
         except BaseException:
             self.n_bytes = sum(each.n_bytes for each in self._ranges)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..core.backend import TURN_BYTES, Backend, Event, Stream, TimedEvent
+from ..core.config import brief
 from ..core.errors import DeviceMemoryError
 from ..core.storage import span
 from .block import Block, Residence
@@ -64,7 +65,7 @@ class Link:
                     self._in.wait(event)
             for block in blocks:
                 assert block.residence in (Residence.HOST, Residence.STORING), block.residence
-                if self._turn_bytes is None:
+                if self._turn_bytes is None:  # not turns(), which a block keeps: spans may change
                     self._in.copy(block.device, block.host)
                 else:
                     self._in.copy_in_turns(*block.turns(self._turn_bytes))
@@ -155,7 +156,7 @@ def allocating(n_bytes: int, what: str, remedy: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise DeviceMemoryError(
-            f"{n_bytes} bytes on the device for {what}",
+            f"{brief(n_bytes)} on the device for {what}",
             reason=f"there is no room ({error}); what has not moved stays where it is",
             remedy=f"free device memory and try again, or {remedy}",
         ) from error

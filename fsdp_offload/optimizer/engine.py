@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.backend import Backend, Event, Stream
-from ..core.config import OffloadConfig
+from ..core.config import OffloadConfig, brief
 from ..core.errors import DeviceMemoryError
 from ..core.storage import span
 from ..link import HostPool, HostRange
@@ -265,7 +265,7 @@ class Engine:
             n_bytes = sum(scratch.memory.nbytes for scratch in self._scratches)
             raise DeviceMemoryError(
                 f"an update by the optimizer's class on {self.backend.device}",
-                reason=f"there is no room for {n_bytes} bytes of scratch memory",
+                reason=f"there is no room for {brief(n_bytes)} of scratch memory",
                 remedy="free device memory and call step() again, or keep hyper-parameters as "
                 "numbers and fused=True, which needs none",
             ) from error

@@ -74,7 +74,7 @@ class Lifecycle:
             ClosedError: it is closed or inherited.
             LaneError: an earlier update failed; the original exception is its cause.
         """
-        check_open("an optimizer", self._pid, is_closed=self.closed)
+        check_open("HybridDeviceOptimizer", self._pid, is_closed=self.closed)
         if self._stage is Stage.FAILED and not failed_ok:
             raise LaneError(
                 "an earlier update failed",

@@ -71,9 +71,9 @@ class Statistics:
             f"parameters: {', '.join(lanes) or 'none'}",
             f"host memory for state: {brief(self.host_arena_bytes)}, "
             + (f"page-locked in {self.pin_seconds:.1f} s" if self.pinned else "pageable"),
-            f"device memory for state: {brief(self.device_state_bytes + self.staging_bytes)}, "
-            f"with slots and scratch; {self.staying_buckets} of {self.buckets} buckets stay "
-            "between steps",
+            "device memory for state, slots and scratch: "
+            f"{brief(self.device_state_bytes + self.staging_bytes)}; "
+            f"{self.staying_buckets} of {self.buckets} buckets stay there between steps",
         ]
         if self.host_weight_bytes:
             lines.append(f"host memory for weights: {brief(self.host_weight_bytes)}")

@@ -377,7 +377,7 @@ class Updates:
             )
         if seeded := sum(map(state_io.seeds_master, params, values)):
             warn(
-                "%d parameters came without a saved fp32 master: masters were set from the weights",
+                "no saved fp32 masters for %d parameters: masters were set from the weights",
                 seeded,
             )
 

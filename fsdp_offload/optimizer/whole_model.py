@@ -14,7 +14,7 @@ from ..core.backend import Backend
 from ..core.config import OffloadConfig
 from ..core.errors import ConfigError
 from ..core.fsdp import GroupShard, find_groups
-from ..core.progress import is_rank_0, warn
+from ..core.progress import warn
 from ..plan.residency import LEAST_SLOTS, bytes_for_weights, choose_travelling, gradients_fit
 from ..update.params import ParamState
 from ..update.schema import has_schema, works_on_matrices
@@ -103,9 +103,6 @@ def keep_on_host(
         return None
     weights = Weights(groups, backend, config, chosen)
     weights.staying_bytes = sum(sizes) - sum(sizes[i] for i in travelling)
-    if is_rank_0():
-        count = sum(map(len, chosen))
-        _log.info("%d weights, %d bytes, are in host memory", count, weights.host_bytes)
     return weights
 
 
@@ -133,7 +130,4 @@ def send_gradients(
     )
     if fits or config.overlap == "backward" or not any(map(any, leaves)):
         return None
-    gradients = HostGradients(groups, backend, config, leaves)
-    if is_rank_0():
-        _log.info("gradients leave the device: %d bytes of host memory", gradients.host_bytes)
-    return gradients
+    return HostGradients(groups, backend, config, leaves)

@@ -135,16 +135,15 @@ def check_any_gradient(
         cause = "fully_shard was called" if is_late else "the module's parameters were assigned"
         order = "call fsdp_offload.shard(model) or fully_shard" if is_late else "assign them"
         raise ConfigError(
-            f"step() of {names[first]} and {len(replaced) - 1} other parameters that the "
-            "model no longer has",
-            reason=f"the model has new ones of these names: {cause} after the optimizer was built",
+            f"step() of {names[first]} and {len(replaced) - 1} other parameters",
+            reason=f"the model has other ones now, because {cause} after the optimizer was built",
             remedy=f"{order}, then build the optimizer from model.parameters(), then wrap it",
         )
     if not found and warns:
         warn(
-            "first step() of %d parameters updates none: none has a gradient. Either backward() "
-            "did not reach them, or zero_grad() came between backward() and step(). Remedy: call "
-            "zero_grad() after step(), or before backward()%s",
+            "the first step() updates none of %d parameters: none has a gradient. Either "
+            "backward() did not reach them, or zero_grad() came between backward() and step(). "
+            "Remedy: call zero_grad() after step(), or before backward()%s",
             len(held),
             ""
             if models

@@ -277,6 +277,7 @@ class Gradients:
         find, version = self._consumed.get(id(gradient), (None, 0))
         if find is not None and find() is gradient and _version(gradient) == version:
             return True
+        # The host waits for the device here, but only for gradients that no step has seen.
         return gradient.layout is torch.strided and not bool(dtensor.local(gradient).any())
 
     def _unspent(self, fqn: str, parameter: Tensor) -> UnspentGradientError:

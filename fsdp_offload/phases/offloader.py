@@ -254,6 +254,7 @@ class PhaseOffloader:
             self._is_away = False
             self._cycles += 1
             self._guard.open()
+            # step() waits for the state, so a forward need not.
             if (arrival := handle.arrival("params", "grads")) is not None:
                 self._backend.current_stream().wait(arrival)
             if optimizer is not None:
@@ -343,7 +344,7 @@ class PhaseOffloader:
         }
 
     def _check(self) -> None:
-        check_open("a PhaseOffloader", self._pid, is_closed=self._is_closed)
+        check_open("PhaseOffloader", self._pid, is_closed=self._is_closed)
 
     # ------------------------------------------------------------------ what moves
 
@@ -378,7 +379,7 @@ class PhaseOffloader:
         known: set[int] = set()
         kept = [kind for kind in KINDS if self._policies[kind] == "keep"]
         for kind in kept:
-            list(self._storages(kind, parameters, known))
+            list(self._storages(kind, parameters, known))  # fills `known`
         for kind in (kind for kind in KINDS if kind not in kept):
             chunks = self._fixed[kind].blocks() if kind in self._fixed else ()
             found: list[StorageBlock] = []

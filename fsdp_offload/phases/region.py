@@ -94,6 +94,8 @@ class FixedMemory:
         pool = storages.AddressPool(self._device, lambda n: self.grow(n).address)
         large = (block for block in found if not storages.is_small(block.n_bytes))
         small = (block for block in found if storages.is_small(block.n_bytes))
+        # Storages share a segment only where the allocator cuts it exactly. Small ones never do: it
+        # has segments of its own for them.
         row_bytes = ROW_BYTES if storages.cuts_segments(self._device) else 1
         for row in (*batches(large, row_bytes), *batches(small, 1)):
             moved = [storage for block in row for storage, _ in block.storages]
@@ -278,14 +280,15 @@ class FixedAddressRegion:
                 addresses = next(rest, None) or self._memory.grow(n_bytes)
             except torch.OutOfMemoryError as error:
                 raise DeviceMemoryError(
-                    f"growing region {self.name!r} by {n_bytes} bytes",
+                    f"growing region {self.name!r} by {brief(n_bytes)}",
                     reason=str(error),
                     remedy="free device memory and try again; the region has not changed",
                 ) from error
             storage = addresses.take(n_bytes)
             storages.tie(storage, addresses)  # so that a PhaseOffloader does not move it
             tensor = torch.empty(0, dtype=dtype, device=self.device)
-            return tensor.set_(storage, 0, sizes, torch.empty(sizes, device="meta").stride())
+            contiguous = torch.empty(sizes, device="meta").stride()
+            return tensor.set_(storage, 0, sizes, contiguous)
 
     @defer_sigint()
     def reserve(self) -> None:

@@ -104,10 +104,10 @@ class MemoryWatch:
     """
 
     def __init__(self) -> None:
-        self._job, self._demand, self._retries = [(0, 0)], [(0, 0)], [(0, 0)]
+        self._job, self._demand, self._retries = [(0, 0)], [(0, 0)], [(0, 0)]  # steps and values
         self._last: AllocatorFigures | None = None
         self._reserved_bytes = self._taken_at = self._grown_bytes = 0
-        self._is_short = self._takes = False
+        self._is_short = self._takes = False  # in the last step; in the last decision
 
     def is_due(self, step: int) -> bool:
         """Whether a decision is due although no figure has changed."""

@@ -222,7 +222,7 @@ def refused_on_rank_1(
     [
         (unknown_parameters, ConfigError, "the model does not"),
         (wrong_count, ConfigError, "keep_last=0"),
-        (closed, ClosedError, "an optimizer: it is closed"),
+        (closed, ClosedError, "HybridDeviceOptimizer: it is closed"),
     ],
 )
 def test_an_error_of_one_rank_is_raised_on_all(

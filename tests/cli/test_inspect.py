@@ -112,6 +112,8 @@ def test_metadata_that_changed(name: str, copied: Path, capsys: pytest.CaptureFi
 
 def test_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(tmp_path / "none")]) == 1
+    assert "none: it does not exist" in capsys.readouterr().err
+    assert main(["inspect", str(tmp_path)]) == 1
     assert "it has no .metadata" in capsys.readouterr().err
 
 

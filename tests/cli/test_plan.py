@@ -92,7 +92,7 @@ def test_what_does_not_fit(capsys: pytest.CaptureFixture[str], host: list[HostMe
     assert main(words) == 1
     text = capsys.readouterr().out
     figures = dict(re.findall(r"^  (\w+).* (\d+\.\d\d)$", text, re.MULTILINE))
-    given = re.search(r"fit: (\S+) GiB are missing. CUDA and a margin take (\S+) of", text)
+    given = re.search(r"fit: (\S+) GiB are missing. CUDA and a margin take (\S+) GiB", text)
     assert given is not None
     missing, kept = map(float, given.groups())
     assert float(figures["peak"]) == pytest.approx(23.5 - kept + missing, abs=0.02)

@@ -290,6 +290,7 @@ def test_a_frozen_parameter_may_have_another_dtype() -> None:
         (lambda: fsdp_offload.shard(Model()), "model of type FSDPModel: it is sharded"),
         (replicated, "0 of type DistributedDataParallel"),
         (lambda: nn.ModuleList([nn.Linear(2, 2)]), "a ModuleList with blocks=None"),
+        (lambda: Model().parameters(), "model of type generator: not a torch.nn.Module"),
     ],
 )
 def test_models_are_refused(make: Callable[[], Any], text: str) -> None:

@@ -177,7 +177,9 @@ def test_complete_waits_give_right_weights(ranks: Ranks, scene: str) -> None:
     ranks(1).run(complete, scene)
 
 
-@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize(
+    "scene", ["forward", "reads", pytest.param("accumulates", marks=pytest.mark.long)]
+)
 def test_removing_any_single_wait_is_noticed(ranks: Ranks, scene: str) -> None:
     assert ranks(1).run(unnoticed, scene) == [[]]
     assert ranks(1).run(noticed_by_a_reader) == [True]

@@ -594,7 +594,7 @@ def refuse_a_small_device() -> None:
             with mock.patch.object(CpuBackend, "allocate", limited):
                 optimizer = wrap(model)
         except DeviceMemoryError as error:
-            seen.add(re.sub(r"\d{4,}", "N", error.what))
+            seen.add(re.sub(r"\d\S+ \w+", "N", error.what, count=1))
         else:
             optimizer.close()
             break
@@ -604,7 +604,7 @@ def refuse_a_small_device() -> None:
         optimizer = wrap(model)
         step(model, optimizer, 0)
         optimizer.close()
-    check(seen == {f"N bytes on the device for {each}" for each in ("weights", "state")}, f"{seen}")
+    check(seen == {f"N on the device for {each}" for each in ("weights", "state")}, f"{seen}")
 
 
 def offload_in_phases(params: str) -> None:

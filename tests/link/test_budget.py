@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_offload.core.config import exact
 from fsdp_offload.core.errors import ConfigError, HostMemoryError
 from fsdp_offload.link.budget import (
     PAGE_BYTES,
@@ -15,7 +16,6 @@ from fsdp_offload.link.budget import (
     cores_per_rank,
     host_memory,
     local_ranks,
-    size_text,
 )
 
 GIB = 1 << 30
@@ -172,4 +172,4 @@ def test_ranks_of_a_host_divide_its_cores(
     [(0, "0 bytes"), (66560, "66560 bytes"), (2**30, "1.00 GiB (1073741824 bytes)")],
 )
 def test_little_memory_is_not_said_in_gib(n_bytes: int, text: str) -> None:
-    assert size_text(n_bytes) == text
+    assert exact(n_bytes) == text

@@ -153,7 +153,7 @@ def test_what_was_done_is_said(device: Device, caplog: pytest.LogCaptureFixture)
         "after step 3 to 1024 MiB (spare memory): 5 of 5 buckets stay, 0 evicted"
     )
     for shown in (str(figures), repr(job.optimizer)):
-        assert "5 of 5 buckets stay between steps" in shown
+        assert "5 of 5 buckets stay there between steps" in shown
         assert figures.memory_change in shown
         assert "last step: 0 bytes to the host, " in shown
     assert "Parameter Group 0" in repr(job.optimizer)
