@@ -15,7 +15,7 @@ def test_measures_stay_below_what_they_are() -> None:
     assert len(house.sources()) <= 122
     assert house.long_files() == {}
     assert len(house.files_in_root()) <= 2
-    assert house.classes() <= 216
+    assert house.classes() <= 217
     assert house.lines(list(house.PACKAGE.glob("bench/*.py"))) <= 739
     assert house.long_functions() == []
     assert house.banned_words() == {}
