@@ -134,24 +134,28 @@ _Original = Callable[..., None]
 
 
 class GroupShard:
-    """FSDP2's record of one sharded parameter."""
+    """FSDP2's record of one sharded parameter. Does not keep the module alive: what stands for the
+    shard has this object, and memory that is freed with an optimizer has the parameter."""
 
     def __init__(self, raw: Any) -> None:
-        self._raw = raw
+        self._find, self._parameter = weakref.ref(raw), raw.sharded_param
 
     @property
     def parameter(self) -> Tensor:
         """The parameter that the optimizer has."""
-        return self._raw.sharded_param  # type: ignore[no-any-return]
+        if (raw := self._find()) is not None:
+            self._parameter = raw.sharded_param
+        return self._parameter  # type: ignore[no-any-return]
 
     @property
     def padded(self) -> Tensor:
         """The memory that a gather reads, 1-D: the elements of the shard, then padding."""
-        return self._raw._sharded_param_data  # type: ignore[no-any-return]
+        return self._find()._sharded_param_data  # type: ignore[no-any-return, union-attr]
 
     @padded.setter
     def padded(self, memory: Tensor) -> None:
-        self._raw._sharded_param_data = memory
+        if (raw := self._find()) is not None:
+            raw._sharded_param_data = memory
 
     def lend(self, adopts: Callable[[Tensor], bool]) -> Callable[[], None]:
         """Pass each parameter that may have new values (after construction, a conversion or a load)
@@ -159,18 +163,19 @@ class GroupShard:
 
         ``adopts`` is a method; its object is not kept alive. Returns a function that ends this.
         """
-        find, original = weakref.WeakMethod(adopts), self._raw.reset_sharded_param
-        reset = functools.partial(self._reset, find, original)
-        self._raw.__dict__["reset_sharded_param"] = reset
-        return functools.partial(_unwatch, weakref.ref(self._raw), find, ("reset_sharded_param",))
+        find, raw = weakref.WeakMethod(adopts), self._find()
+        reset = functools.partial(self._reset, find, raw.reset_sharded_param)  # type: ignore[union-attr]
+        vars(raw)["reset_sharded_param"] = reset
+        return functools.partial(_unwatch, self._find, find, ("reset_sharded_param",))
 
     def _reset(
         self, find: Callable[[], Callable[[Tensor], bool] | None], original: Callable[[], None]
     ) -> None:
-        info, adopts = self._raw._module_info, find()
+        raw: Any = self._find()
+        info, adopts = raw._module_info, find()
         parameter = getattr(info.module, info.param_name)  # some loads assign another one
         if adopts is not None and adopts(parameter):
-            self._raw.sharded_param = parameter
+            raw.sharded_param = parameter
         else:
             original()
 

@@ -556,6 +556,24 @@ def delete(by: str) -> None:
     check(find() is None and weights_held() == 0, "gone with the model")
 
 
+def delete_what_refers_to_itself() -> None:
+    """A model that has its optimizer, as a trainer's module does, goes with it."""
+    model = build(dist.get_world_size())
+    model.optimizer = wrap(model)
+    step(model, model.optimizer, 0)
+    parameter = model.blocks[0].up.weight
+    expected = models.local(parameter).clone()
+    find = weakref.ref(model)
+    del model
+    gc.collect()
+    gc.collect()
+    check(find() is None, "gone")
+    check_same(models.local(parameter), expected, "a parameter that outlives both")
+    del parameter
+    gc.collect()
+    check(weights_held() == 0, "memory")
+
+
 def refuse() -> None:
     model = build(dist.get_world_size())
     with pytest.raises(ConfigError, match=r"fsdp_offload\.shard\(model\) or fully_shard"):
@@ -696,7 +714,7 @@ def copy_parameters() -> None:
     ("job", "arguments"),
     [
         *((job, ()) for job in (unfreeze, refuse, fork)),
-        (refuse_a_small_device, ()),
+        *((job, ()) for job in (refuse_a_small_device, delete_what_refers_to_itself)),
         *((job, ()) for job in (fetch_again, hold_no_copies, copy_parameters)),
         *((delete, (by,)) for by in ("optimizer", "model")),
         *((offload_in_phases, (params,)) for params in ("save", "keep")),
