@@ -162,7 +162,8 @@ class GatedShard(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return cls._use(func, args, kwargs)
+        with torch.no_grad():  # autograd has recorded it
+            return cls._use(func, args, kwargs)
 
     @staticmethod
     def _use(func: Any, args: Any, kwargs: Any) -> Any:
@@ -200,7 +201,8 @@ def _answered(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if not isinstance(first, GatedShard) or first.keeper is None:
         return NotImplemented
     other = args[1] if len(args) > 1 else first
-    if func in _ALIASES and tuple(getattr(other, "shape", other)) == first.shape:
+    is_alias = func in _ALIASES and (func is Tensor.detach or not _is_recorded(first))
+    if is_alias and tuple(getattr(other, "shape", other)) == first.shape:
         return type(first)(first, keeper=first.keeper)
     if name == "is_pinned":  # DCP asks each tensor
         return False
@@ -247,6 +249,22 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> set[Keep
     }
 
 
+def _is_recorded(tensor: Tensor) -> bool:
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+class _Opened(torch.autograd.Function):
+    """Lets derivatives pass from a copy of a shard to what stands for it (``to_local()``)."""
+
+    @staticmethod
+    def forward(ctx: Any, stand_in: Tensor, shard: Tensor) -> Tensor:
+        return shard.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
 def _opened(value: Any, waits: dict[Any, None], taken: dict[Any, Any]) -> Any:
     """Replace stand-ins in ``value`` by their shards; adds to ``waits`` and ``taken``."""
     if isinstance(value, GatedShard):
@@ -255,7 +273,10 @@ def _opened(value: Any, waits: dict[Any, None], taken: dict[Any, Any]) -> Any:
             return value._shard
         if value.keeper not in taken:
             taken[value.keeper] = value, value.keeper.take()
-        return taken[value.keeper][1]
+        shard = taken[value.keeper][1]
+        if _is_recorded(value):
+            return _Opened.apply(value, shard)  # type: ignore[no-untyped-call]
+        return shard
     if type(value) in (list, tuple):
         return type(value)(_opened(each, waits, taken) for each in value)
     if type(value) is dict:

@@ -103,8 +103,8 @@ class Lifecycle:
         with defer_sigint(), self._lock:
             if self._running != within:
                 self.check_free(what)
-            before, self._running = self._running, what
             self._thread = threading.get_ident()
+            before, self._running = self._running, what
             try:
                 yield
             finally:
@@ -130,9 +130,9 @@ class Lifecycle:
         """Refuse what a signal handler or a callback calls in the middle of another call.
 
         Raises:
-            BusyError: a call has the turn.
+            BusyError: a call of this thread has the turn.
         """
-        if self._running:
+        if self._running and self._thread == threading.get_ident():
             raise BusyError(
                 f"{what} in the middle of {self._running}",
                 reason="a signal handler or callback called it while some parameters are a "
@@ -150,7 +150,7 @@ class Lifecycle:
                 return call()
             finally:
                 self._lock.acquire()
-                self._running = running
+                self._thread, self._running = threading.get_ident(), running
 
         return run
 

@@ -302,7 +302,8 @@ class Overlap:
         if owner is None or not gate.is_closed:
             return
         self.enqueue(index)
-        with span("wait"), owner.life.failing(what):  # raised by the thread that updates on the CPU
+        # Errors are raised by the thread that updates on the CPU.
+        with span("wait"), owner.life.inner_turn(what), owner.life.failing(what):
             for event in gate.events:
                 stream.wait(event)
             if gate.is_taken:

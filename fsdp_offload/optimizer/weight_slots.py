@@ -2,7 +2,8 @@
 
 Slots are a cache: a group that is needed takes a free one, or that of the group which was fetched
 first. What follows is looked up by the last *two* gathers, which tells a forward from a backward. A
-wrong guess costs a transfer. A step counts as a gather, because it changes most groups.
+wrong guess costs a transfer. A step counts as a gather, because it changes most groups: none is
+fetched past it before it has come.
 
 With updates in backward, the groups that were gathered last keep their slots: their updates read
 the weights there.
@@ -114,7 +115,9 @@ class WeightSlots:
 
     def evict(self, index: int) -> None:
         """Forget a group: its slot is needed, or host memory has changed."""
-        if (slot := self.held.pop(index, None)) is not None:
+        if index in self.lent:  # another thread writes while it is gathered
+            self.held[index].age = -1
+        elif (slot := self.held.pop(index, None)) is not None:
             self._free.append(slot)
 
     def drop_incomplete(self) -> None:

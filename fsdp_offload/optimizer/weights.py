@@ -1,15 +1,9 @@
 """Weights that live in host memory, and are on the device while FSDP2 gathers them.
 
 The shards of one FSDP2 group lie one behind the other in host memory, each as FSDP2 has it: the
-local tensor, then padding. The device has a few *slots*, each as large as the largest group. A
-group is fetched into a slot before its gather reads it, and lent to FSDP2 for the length of that
-one call. Slots are a cache: whatever group is needed takes a free one, or that of the group which
-was fetched first, so nothing is ever locked, and a forward that ends early leaves nothing behind.
-
-After each gather, the groups that followed it the last time are fetched. What follows is looked up
-by the last *two* gathers, which tells a forward from a backward. A wrong guess costs a transfer;
-a group that is in no slot when it is needed is fetched then. A step counts as a gather: groups are
-not fetched past it before it has come, since it changes most of them.
+local tensor, then padding. The device has a few *slots* (:mod:`.weight_slots`), each as large as
+the largest group. A group is fetched into a slot before its gather reads it, and lent to FSDP2 for
+the length of that one call. A forward that ends early leaves nothing behind.
 
 The buckets of the ring (``optimizer/ring.py``) bring a trained weight to its update and back to
 host memory: :attr:`Away.blocks`. What reads host memory waits until the last of them is *stored*.
@@ -239,7 +233,11 @@ class Weights:
                 slots.lent.add(index)
                 for each in away:
                     each.lend(slot.number)
-                yield
+                self._lock.release()  # the gather may wait for a thread that waits for this lock
+                try:
+                    yield
+                finally:
+                    self._lock.acquire()
             finally:
                 slots.lent.discard(index)
                 for each in away:

@@ -128,6 +128,8 @@ def lines(work: Callable[[], Any], at: int, where: str = "fsdp_offload/checkpoin
     return count
 
 
+# Between open() and its `with`, Python's collector closes the file, and warns.
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 @pytest.mark.parametrize("call", ["save", "async_save", "overwrite", "load"])
 @pytest.mark.parametrize("moments", [12, pytest.param(400, marks=pytest.mark.long)])
 def test_at_any_line_all_stays_usable(tmp_path: Path, call: str, moments: int) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 from fsdp_offload import HybridDeviceOptimizer, LaneError, checkpoint
 from fsdp_offload.core.devices import CpuBackend
+from fsdp_offload.optimizer.overlap import Overlap
 from fsdp_offload.optimizer.weights import Away, Weights
 from fsdp_offload.update.bucket import BucketUpdate
 from tests.fsdp import models
@@ -303,6 +306,74 @@ def running(simulator: Any, client: str) -> bool:
 @pytest.mark.parametrize("overlap", ["forward", "backward"])
 def test_deletion_while_updates_are_held_back(ranks: Ranks, overlap: str) -> None:
     ranks(2).run(delete_while_updating, overlap)
+
+
+# --------------------------------------------------------------------------- other threads
+
+
+@contextlib.contextmanager
+def reading(model: Any, *, forever: bool = True) -> Iterator[threading.Thread]:
+    """Inside, another thread reads all weights."""
+    ended, errors = threading.Event(), list[Exception]()
+
+    def read() -> None:
+        try:
+            while True:
+                for p in sharded(model):
+                    p.detach().norm()
+                if ended.is_set() or not forever:
+                    return
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        ended.set()
+        thread.join()
+    check(not errors, f"{errors}")
+
+
+def read_beside(offload: str, overlap: str) -> None:
+    model = build(dist.get_world_size())
+    optimizer = wrap(model, offload=offload, overlap=overlap)
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with reading(model):
+            for index in range(30):
+                step(model, optimizer, index)
+    finally:
+        sys.setswitchinterval(interval_s)
+    optimizer.close()
+
+
+@pytest.mark.parametrize(("offload", "overlap"), [("all", "forward"), ("state", "backward")])
+def test_another_thread_reads_and_waits(ranks: Ranks, offload: str, overlap: str) -> None:
+    ranks(1).run(read_beside, offload, overlap)
+
+
+def gather_beside() -> None:
+    """A gather may wait for a thread that reads a weight."""
+    model = build(dist.get_world_size())
+    optimizer = wrap(model, overlap="backward")
+    gather = Overlap.before_gather
+
+    def waiting(*args: Any) -> None:
+        with reading(model, forever=False) as thread:
+            thread.join(10)
+            check(not thread.is_alive(), "the thread waits for the gather")
+        gather(*args)
+
+    with mock.patch.object(Overlap, "before_gather", waiting):
+        step(model, optimizer, 0)
+    optimizer.close()
+
+
+def test_a_gather_waits_for_another_thread(ranks: Ranks) -> None:
+    ranks(1).run(gather_beside)
 
 
 # --------------------------------------------------------------------------- saves and loads
