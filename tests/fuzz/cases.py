@@ -245,6 +245,8 @@ def _draw_class(rng: random.Random, sharded: bool) -> tuple[type[Optimizer], dic
     for flag, values in extra.items():
         if rng.random() < 0.25:
             kwargs[flag] = rng.choice(values)
+    if kwargs.get("dampening"):  # zeros would make a momentum of -0.0: docs/optimizers.md
+        kwargs["maximize"] = False
     if implementation == "foreach" and isinstance(kwargs.get("lr"), torch.Tensor):
         implementation = "for-loop"  # torch refuses it
     return getattr(torch.optim, name), kwargs, implementation

@@ -269,6 +269,8 @@ def set_option(pair: Pair, rng: random.Random) -> None:
     if pair.wrapped.param_groups[0].get("momentum") and "centered" not in known:
         known["momentum"] = [0.3, 0.95]
     names = sorted(name for name in known if name in pair.wrapped.param_groups[0])
+    if case.kwargs.get("dampening"):
+        names.remove("maximize")  # see _draw_class()
     name = rng.choice(names)
     value, index = rng.choice(known[name]), rng.choice((None, 0))
     pair.say(f"{name} = {value}")
