@@ -54,7 +54,7 @@ def wrapped(**options: Any) -> None:
 MISTAKES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "overlap=True": (
         lambda _: wrapped(overlap=True),
-        "what the updates run in",
+        "when updates run",
         '"step" or "forward"',
     ),
     'update_on="cpu"': (lambda _: wrapped(update_on="cpu"), "on the device, or on the", '"host"'),

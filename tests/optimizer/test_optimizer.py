@@ -350,7 +350,7 @@ def test_staging_is_as_large_as_was_asked_for(device_memory: Any, expected: int)
     statistics = optimizer.statistics()
     assert statistics.staging_bytes == expected * 8192
     size = f"{expected * 8192 / (1 << 20):.2f} MiB"
-    assert f"device memory for state: {size}, with slots and scratch; " in str(statistics)
+    assert f"device memory for state, slots and scratch: {size}; " in str(statistics)
 
 
 # --------------------------------------------------------------------------- giving back
