@@ -129,7 +129,8 @@ def test_minimal_saves_and_resumes_on_one_rank_without_numpy(
         both = finish(start(["-c", TWICE, *command], **ALONE))
         first, done, output = both.split("again\n")
         text = "resumed at step 5\nnothing left to train: give more than --steps 5\n"
-        assert done.startswith(text)
+        assert done.partition("HybridDeviceOptimizer")[0] == text
+        assert not losses(done)
     assert f"no checkpoint in {folder}: begins at step 0" in first
     assert sorted(losses(first)) == list(range(5))
     assert "resumed at step 5" in output

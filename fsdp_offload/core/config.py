@@ -141,9 +141,8 @@ class TransferConfig:
 
     bucket_bytes: int | str | None = None
     """Bytes of state in one bucket, the unit of transfer and update. Each element counts as at
-    least 4 bytes. ``None``: 32 MiB, or 128 MiB if updates overlap forward or backward, where host
-    time per bucket competes with their launches, and device memory is at least a GiB or "auto"
-    (``offload="all"``: 64 MiB if "auto")."""
+    least 4 bytes. ``None``: 128 MiB if updates overlap forward or backward, and device memory is
+    at least a GiB or "auto" (``offload="all"``: 64 MiB if "auto"); else 32 MiB."""
 
     host_threads: int | None = None
     """Threads for updates on the CPU, on cores next to the device. ``None``: cores of this process
@@ -287,11 +286,11 @@ class OffloadConfig:
         given = sized(self.transfer.bucket_bytes, least_int=SMALL_BYTES)
         if given is not None:
             return given
-        # Large buckets cost less host time, but slots are as large, so they need memory.
-        is_auto, first_bytes = self.device_memory == "auto", self.first_device_bytes
-        if self.overlap == "step" or (not is_auto and first_bytes < FIRST_DEVICE_BYTES):
-            return SMALL_BUCKET_BYTES
-        return MEDIUM_BUCKET_BYTES if is_auto and self.offload == "all" else LARGE_BUCKET_BYTES
+        # Large ones cost less host time, which launches of the model compete for, but more memory.
+        if self.device_memory == "auto" and self.overlap != "step":
+            return MEDIUM_BUCKET_BYTES if self.offload == "all" else LARGE_BUCKET_BYTES
+        is_small = self.overlap == "step" or self.first_device_bytes < FIRST_DEVICE_BYTES
+        return SMALL_BUCKET_BYTES if is_small else LARGE_BUCKET_BYTES
 
 
 def _moments_meant(moments: object, master_weights: bool) -> torch.dtype | Literal["int8"] | None:

@@ -138,19 +138,20 @@ class GroupShard:
     shard has this object, and memory that is freed with an optimizer has the parameter."""
 
     def __init__(self, raw: Any) -> None:
-        self._find, self._parameter = weakref.ref(raw), raw.sharded_param
+        self._find: Callable[[], Any] = weakref.ref(raw)
+        self._parameter: Tensor = raw.sharded_param
 
     @property
     def parameter(self) -> Tensor:
         """The parameter that the optimizer has."""
         if (raw := self._find()) is not None:
             self._parameter = raw.sharded_param
-        return self._parameter  # type: ignore[no-any-return]
+        return self._parameter
 
     @property
     def padded(self) -> Tensor:
         """The memory that a gather reads, 1-D: the elements of the shard, then padding."""
-        return self._find()._sharded_param_data  # type: ignore[no-any-return, union-attr]
+        return self._find()._sharded_param_data  # type: ignore[no-any-return]
 
     @padded.setter
     def padded(self, memory: Tensor) -> None:
@@ -164,16 +165,16 @@ class GroupShard:
         ``adopts`` is a method; its object is not kept alive. Returns a function that ends this.
         """
         find, raw = weakref.WeakMethod(adopts), self._find()
-        reset = functools.partial(self._reset, find, raw.reset_sharded_param)  # type: ignore[union-attr]
-        vars(raw)["reset_sharded_param"] = reset
+        original = raw.reset_sharded_param
+        vars(raw)["reset_sharded_param"] = functools.partial(self._reset, find, original)
         return functools.partial(_unwatch, self._find, find, ("reset_sharded_param",))
 
     def _reset(
         self, find: Callable[[], Callable[[Tensor], bool] | None], original: Callable[[], None]
     ) -> None:
-        raw: Any = self._find()
-        info, adopts = raw._module_info, find()
-        parameter = getattr(info.module, info.param_name)  # some loads assign another one
+        raw, adopts = self._find(), find()
+        # Some loads assign another one.
+        parameter = getattr(raw._module_info.module, raw._module_info.param_name)
         if adopts is not None and adopts(parameter):
             raw.sharded_param = parameter
         else:

@@ -286,9 +286,6 @@ OF_FSDP2 = {("gather", "current"), ("current", "gather"), ("reduce", "current"),
 UPDATES = Removal(simulate, expect_trained, lambda pair: pair not in OF_FSDP2)
 
 
-LONG = pytest.mark.long
-
-
 def complete(scene: str) -> None:
     removal_of(scene).check(scene, ADVERSARIES[::3])
 
@@ -315,7 +312,10 @@ def test_complete_waits_give_right_weights(ranks: Ranks, scene: str) -> None:
     "scene",
     [
         *("backward", "forward, late"),
-        *(pytest.param(s, marks=LONG) for s in ("step", "forward", "backward, some stay")),
+        *(
+            pytest.param(s, marks=pytest.mark.long)
+            for s in ("step", "forward", "backward, some stay")
+        ),
     ],
 )
 def test_removing_any_single_wait_of_an_update_is_noticed(ranks: Ranks, scene: str) -> None:
@@ -347,7 +347,7 @@ def noticed_by_host_memory(scene: str) -> tuple[list[str], set[object]]:
     return missed, seen
 
 
-@pytest.mark.parametrize("scene", ["host, some stay", pytest.param("host", marks=LONG)])
+@pytest.mark.parametrize("scene", ["host, some stay", pytest.param("host", marks=pytest.mark.long)])
 def test_what_reads_host_memory_waits(ranks: Ranks, scene: str) -> None:
     """For stores; what writes it, for fetches; a copy, and each stream that uses it, likewise."""
     assert ranks(1).run(noticed_by_host_memory, scene) == [([], {*NEEDED, "stored", "fetched"})]

@@ -337,7 +337,7 @@ def test_an_addition_that_fails_leaves_everything_as_before(
             patch.setattr(CpuBackend, "allocate", allocate)
         else:
             patch.setattr(state_io, "expose", expose)
-        with pytest.raises(DeviceMemoryError, match="on the device for state"):
+        with pytest.raises(DeviceMemoryError, match=r"\d MiB on the device for state"):
             optimizer.add_param_group({"params": [added]})
 
     after = optimizer.statistics()

@@ -120,7 +120,7 @@ def test_a_load_without_saved_masters_says_so(caplog: pytest.LogCaptureFixture) 
         assert "no saved fp32 masters for 2 parameters" in caplog.text
         caplog.clear()
         mine.load_state_dict(copy.deepcopy(mine.state_dict()))
-        assert "came without" not in caplog.text
+        assert "no saved fp32 masters" not in caplog.text
     assert all(not state["master_remainder"].any() for state in mine.state.values())
 
 
