@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from ..update.state import fill_initial, write_master
 from .host import HostBucket, HostLane, host_buckets, thread_count
 from .ring import Ring
 from .ring_bucket import RingBucket
+from .weight_slots import GatheredWeights
 
 States = dict[Tensor, dict[str, Any]]
 
@@ -130,6 +132,11 @@ class Engine:
         return [self.ring] if self.host is None else [self.ring, self.host]
 
     # ------------------------------------------------------------------ building
+
+    def use(self, weights: GatheredWeights) -> None:
+        """Let updates bring those along that are in host memory, before anything is appended."""
+        self.weight_bytes = weights.staying_bytes + weights.slot_bytes
+        self.ring.find_weights = weakref.ref(weights)
 
     @contextlib.contextmanager
     def appending(

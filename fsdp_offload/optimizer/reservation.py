@@ -61,12 +61,12 @@ class Reservation:
     def use(self, weights: Weights) -> None:
         """Let updates bring those along that are in host memory; nothing is reserved yet."""
         self.weights = weights
-        self.engine.weight_bytes = weights.staying_bytes + weights.slot_bytes
+        self.engine.use(weights)
 
     def _new_engine(self) -> Engine:
         engine = Engine(self.config, self.backend, self.pool)
         if self.weights is not None:
-            engine.weight_bytes = self.weights.staying_bytes + self.weights.slot_bytes
+            engine.use(self.weights)
         self._close_engine: Callable[[], object] = weakref.finalize(self, engine.close)
         return engine
 

@@ -42,7 +42,7 @@ from ..core.backend import TURN_BYTES, Backend, Event, TimedEvent
 from ..core.storage import span
 from ..link import Block, Link, Residence
 from ..plan.order import SlotUse, Visit, deadline_order, fetched_first, slot_use
-from ..plan.residency import AWAY_STEPS, choose, spread
+from ..plan.residency import AWAY_STEPS, choose, preferred_to_stay
 from ..update.params import Work
 from .gradient_slots import GradientSlots
 from .ring_bucket import RingBucket
@@ -168,9 +168,11 @@ class Ring:
 
     def _chosen(self, allowed_bytes: int, step: int = 0) -> tuple[int, frozenset[int]]:
         order = sorted(self.sizes, key=self._ranks.__getitem__)
+        weights = self.find_weights()
+        first = 1.0 if weights is None else min(weights.slot_bytes / weights.host_bytes, 1.0)
         return choose(
             self.sizes,
-            order if self.overlap == "backward" else spread(order),  # sorted by preference to stay
+            preferred_to_stay(order, first if self.overlap == "backward" else 0.0),
             allowed_bytes,
             staying=self.staying,
             away_until=self._away_until,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -299,7 +298,6 @@ class Updates:
         if self.overlap is not None:
             self.overlap.attach(self.reserved.params, self.reserved.engine)
         if self.weights is not None:
-            ring.find_weights = weakref.ref(self.weights)
             self.weights.attach(self.reserved.params, ring.buckets, self.overlap)
 
     def _follow_options(self) -> None:

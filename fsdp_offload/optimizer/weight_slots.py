@@ -48,6 +48,14 @@ class Slot:
 class GatheredWeights(Protocol):
     """The slots of weights in host memory: see :class:`.Weights`."""
 
+    staying_bytes: int
+
+    @property
+    def slot_bytes(self) -> int: ...
+
+    @property
+    def host_bytes(self) -> int: ...
+
     # Whether slots have all weights of a block as they are now.
     def has(self, block: Block) -> bool: ...
 

@@ -22,10 +22,11 @@ that stay, which need no link. An evicted bucket stays evicted for a while; othe
 short now and then would be taken and given back in turns.
 
 With ``overlap="backward"``, the buckets that the forward needs first stay: their gradients come
-last, and the others have the rest of the backward to move. Otherwise all updates begin when the
-forward does, and the buckets that stay are spread evenly over its order. The link then works from
-the first layer to the last; if the first layers stayed, it would wait until all of them were
-updated.
+last, and the others have the rest of the backward to move. If weights travel too, the backward is
+ahead of the updates by the slots of weights at most. So only that share of the first buckets stays,
+and the others that stay are spread evenly; if all stayed at one end, the link would have no work
+there. Without ``"backward"`` all updates begin when the forward does, and all buckets that stay are
+spread: the link then works from the first layer to the last.
 """
 
 from __future__ import annotations
@@ -176,6 +177,13 @@ def spread(order: Sequence[int]) -> list[int]:
     """
     golden = (5**0.5 - 1) / 2
     return [order[i] for i in sorted(range(len(order)), key=lambda i: i * golden % 1)]
+
+
+def preferred_to_stay(order: Sequence[int], first: float) -> list[int]:
+    """Reorder buckets, given in the forward's order, by preference to stay: the ``first`` share of
+    them, from 0 to 1, and then the rest, spread."""
+    count = round(first * len(order))
+    return [*order[:count], *spread(order[count:])]
 
 
 def bytes_for_weights(

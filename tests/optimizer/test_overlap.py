@@ -238,6 +238,15 @@ def test_which_buckets_stay(mode: str, staying: set[int], monkeypatch: pytest.Mo
     assert engine.ring.staying.keys() == staying
 
 
+def test_which_buckets_stay_if_weights_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their slots hold a fifth of them: that share of the first buckets stays."""
+    monkeypatch.setattr(residency, "LEAST_SLOTS", 2)
+    ring = Job("backward", device_memory=0).optimizer._updates.reserved.engine.ring
+    ring.find_weights = lambda: mock.Mock(slot_bytes=2, host_bytes=10)
+    ring.fit(5 * max(ring.sizes.values()), 0)
+    assert ring.staying.keys() == {0, 1, 3}
+
+
 def test_state_that_was_read_before_is_up_to_date_after_synchronize() -> None:
     """All buckets stay, so no step writes host memory."""
     job, plain = Job("backward"), Job(None)

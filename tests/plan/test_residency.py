@@ -12,6 +12,7 @@ from fsdp_offload.plan.residency import (
     choose_travelling,
     gradients_fit,
     margin_bytes,
+    preferred_to_stay,
     spread,
 )
 
@@ -100,6 +101,13 @@ def test_however_many_stay_they_lie_evenly(count: int, stay: int, start: int, wi
     stay, window = min(stay, count), order[start : start + width]
     found = len(set(window) & set(preferred[:stay]))
     assert abs(found - len(window) * stay / count) < 4
+
+
+@given(st.integers(0, 100), st.floats(0, 1))
+def test_a_share_of_the_first_is_preferred_and_the_rest_spread(count: int, first: float) -> None:
+    order = list(range(count, 0, -1))
+    ahead = round(first * count)
+    assert preferred_to_stay(order, first) == order[:ahead] + spread(order[ahead:])
 
 
 def test_the_preferred_stay_first() -> None:
