@@ -10,7 +10,7 @@ from tests.helpers.scripts import Launch
 
 
 def test_measures_stay_below_what_they_are() -> None:
-    assert house.lines() <= 25_435  # weights and gradients in host memory
+    assert house.lines() <= 25_473  # weights and gradients in host memory
     assert house.statements() <= 13_378
     assert len(house.sources()) <= 122
     assert house.long_files() == {}

@@ -279,11 +279,14 @@ class Engine:
         self._without_scratch = []
 
     def offer(self, work: Work) -> None:
-        """Enqueue the buckets whose gradients are complete, in order."""
+        """Enqueue the buckets whose gradients are complete, in order. If weights travel, gradients
+        are not to pile up meanwhile: the link is slower than the backward."""
         if self.host is not None:
             self.host.offer(work, complete=False)
         self.ring.run(work)
         self.ring.complete()
+        if (weights := self.ring.find_weights()) is not None:
+            self.ring.wait_for_updates(weights.slot_bytes // 2)
 
     def run(self, work: Work, start: Event) -> None:
         """Enqueue the rest of the iteration after ``start``, when all gradients are ready, without

@@ -10,6 +10,7 @@ and write host memory, gathers read it.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -158,6 +159,8 @@ class Trained:
         if memory:
             ring.fit(memory, 0)
         self.uses_host, self.found = "host" in scene, list[Tensor]()
+        self.gradients = list[weakref.ref[Tensor]]()
+        self.held_bytes = list[int]()  # of gradients, after each reduction
 
     def gathered(self, index: int) -> list[Tensor]:
         """What a gather reads, on the compute stream."""
@@ -185,12 +188,15 @@ class Trained:
             self.reduce.wait(self.current.record())
             for shard, mine in zip(self.groups[index].shards, used[index], strict=True):
                 gradient = torch.zeros_like(mine)
+                self.gradients.append(weakref.ref(gradient))
                 self.reduce.launch(write_gradient, gradient, mine, step)
                 parameter = shard.parameter
                 shape = dtensor.with_history(parameter).shape
                 parameter.grad = dtensor.like(parameter, gradient.view(shape))
             if (watcher := self.updates.overlap) is not None:
                 watcher.after_reduce(index, self.reduce.record(), self.reduce)
+            alive = (ref() for ref in self.gradients)
+            self.held_bytes.append(sum(each.nbytes for each in alive if each is not None))
         self.current.wait(self.reduce.record())
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -256,7 +262,11 @@ def train(scene: str, backend: Backend, offload: str = "all") -> list[Tensor]:
     travelling = len(ring.sizes) - len(ring.staying)
     # Else a slot would be that of one bucket alone, whose bytes need not come again.
     assert offload == "state" or travelling % 2 == 0, (ring.sizes, ring.staying.keys())
-    with mock.patch.object(ring_module, "AHEAD", TRAINED[scene][3]):
+    with (
+        mock.patch.object(ring_module, "AHEAD", TRAINED[scene][3]),
+        # It saves memory, and would hide other waits.
+        mock.patch.object(ring_module.Ring, "wait_for_updates"),
+    ):
         # A store that a third step repeats is read by nobody where the buckets stay.
         for step in range(2 if TRAINED[scene][2] else 3):
             job.iterate(step)
@@ -320,6 +330,24 @@ def test_complete_waits_give_right_weights(ranks: Ranks, scene: str) -> None:
 )
 def test_removing_any_single_wait_of_an_update_is_noticed(ranks: Ranks, scene: str) -> None:
     assert ranks(1).run(unnoticed, scene) == [[]]
+
+
+def held_gradients() -> list[int]:
+    """By reduction, in groups, if the device does nothing until the host waits."""
+    with Simulator("lazy", NOTHING) as simulator:
+        job = Trained("backward", simulator, "all")
+        weights = job.updates.weights
+        assert weights is not None
+        largest = max(sum(each.host.nbytes for each in group) for group in weights.away)
+        for step in range(2):
+            job.iterate(step)
+        job.result()
+        return [n_bytes // largest for n_bytes in job.held_bytes]
+
+
+def test_gradients_do_not_pile_up_while_weights_travel(ranks: Ranks) -> None:
+    """Slots for all four groups let two of them wait for updates, and a part of one more."""
+    assert max(ranks(1).run(held_gradients)[0]) == 2
 
 
 READERS = {("current", "weights:in"), ("reader", "weights:in")}
