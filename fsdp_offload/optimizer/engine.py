@@ -286,7 +286,7 @@ class Engine:
         self.ring.run(work)
         self.ring.complete()
         if (weights := self.ring.find_weights()) is not None:
-            self.ring.wait_for_updates(weights.slot_bytes // 2)
+            self.ring.wait_for_updates(weights.ahead_bytes)
 
     def run(self, work: Work, start: Event) -> None:
         """Enqueue the rest of the iteration after ``start``, when all gradients are ready, without

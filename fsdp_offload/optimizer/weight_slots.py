@@ -56,6 +56,9 @@ class GatheredWeights(Protocol):
     @property
     def host_bytes(self) -> int: ...
 
+    @property
+    def ahead_bytes(self) -> int: ...
+
     # Whether slots have all weights of a block as they are now.
     def has(self, block: Block) -> bool: ...
 

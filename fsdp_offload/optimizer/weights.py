@@ -154,6 +154,11 @@ class Weights:
         """Device memory of the slots."""
         return sum(slot.memory.nbytes for slot in self.slots.all)
 
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes of gradients, of about two groups, by which backward may be ahead of updates."""
+        return self.slot_bytes // 2
+
     @contextlib.contextmanager
     def turn(self, reads: int | None = None) -> Iterator[None]:
         """Inside, no other thread moves weights, and all of their updates are under way. ``reads``:

@@ -23,9 +23,9 @@ short now and then would be taken and given back in turns.
 
 With ``overlap="backward"``, the buckets that the forward needs first stay: their gradients come
 last, and the others have the rest of the backward to move. If weights travel too, the backward is
-ahead of the updates by the slots of weights at most. So only that share of the first buckets stays,
-and the others that stay are spread evenly; if all stayed at one end, the link would have no work
-there. Without ``"backward"`` all updates begin when the forward does, and all buckets that stay are
+ahead of the updates by about two groups at most. So only that share of the first buckets stays, and
+the others that stay are spread evenly; if all stayed at one end, the link would have no work there.
+Without ``"backward"`` all updates begin when the forward does, and all buckets that stay are
 spread: the link then works from the first layer to the last.
 """
 

@@ -239,11 +239,11 @@ def test_which_buckets_stay(mode: str, staying: set[int], monkeypatch: pytest.Mo
 
 
 def test_which_buckets_stay_if_weights_travel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their slots hold a fifth of them: that share of the first buckets stays."""
+    """The backward is ahead by a fifth of them: that share of the first buckets stays."""
     monkeypatch.setattr(residency, "LEAST_SLOTS", 1)
     monkeypatch.setattr(residency, "MOST_SLOT_BYTES", 1)
     ring = Job("backward", device_memory=0).optimizer._updates.reserved.engine.ring
-    ring.find_weights = lambda: mock.Mock(slot_bytes=2, host_bytes=10)
+    ring.find_weights = lambda: mock.Mock(ahead_bytes=2, host_bytes=10)
     ring.fit(4 * max(ring.sizes.values()), 0)
     assert ring.staying.keys() == {0, 1, 3}
 
