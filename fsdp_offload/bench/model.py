@@ -127,7 +127,7 @@ def _losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(x, weight), targets, reduction="none")
 
 
-def _meta_model(job: Job) -> GPT:
+def meta_model(job: Job) -> GPT:
     with torch.device("meta"):
         return GPT(job).to(torch.bfloat16 if job.shards == "bf16" else torch.float32)
 
@@ -152,7 +152,7 @@ def _initialize(model: GPT, job: Job, device: torch.device) -> None:
 
 
 def unsharded_model(job: Job, device: torch.device) -> GPT:
-    model = _meta_model(job).to_empty(device=device)
+    model = meta_model(job).to_empty(device=device)
     _initialize(model, job, device)
     return model
 
@@ -161,7 +161,7 @@ def sharded_model(
     job: Job, device: torch.device, offload_policy: OffloadPolicy | None = None
 ) -> GPT:
     """Build the model under FSDP2 over all ranks, with a group for each block and the root."""
-    model = _meta_model(job)
+    model = meta_model(job)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     options: dict[str, Any] = {"offload_policy": offload_policy or OffloadPolicy()}
     if job.shards == "fp32":

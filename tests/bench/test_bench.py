@@ -162,6 +162,19 @@ def test_the_study_of_checkpoints(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_study_of_larger_models(tmp_path: Path) -> None:
+    """It writes the weights once, and trains alike from what it finds."""
+    main = runpy.run_path(str(FIGURES / "larger.py"))["main"]
+    command = [str(tmp_path), "--device=cpu", "--device-memory=0", "--warm-up=0", "--iterations=2"]
+    first, again = (main(command)["rows"][0] for _ in range(2))
+    assert first["losses"] == again["losses"]
+    assert first["losses"][-1] < first["losses"][0]
+    # State of 10 bytes and a weight of 2; gradients have another 2.
+    assert first["host_gib"] * 2**30 >= 14 * Job(2, 128, 512).params
+    assert first["process_peak_gib"] > first["host_gib"]
+
+
 @pytest.mark.long
 def test_as_users_start_it() -> None:
     command = [sys.executable, "-W", "ignore", "-m", "fsdp_offload.bench", *TINY, *SHORT]
