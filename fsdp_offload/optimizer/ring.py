@@ -170,8 +170,7 @@ class Ring:
     def _chosen(self, allowed_bytes: int, step: int = 0) -> tuple[int, frozenset[int]]:
         order = sorted(self.sizes, key=self._ranks.__getitem__)
         weights = self.find_weights()
-        host_bytes = 0 if weights is None else weights.host_bytes
-        first = min(weights.ahead_bytes / host_bytes, 1.0) if weights and host_bytes else 1.0
+        first = 1.0 if weights is None else weights.ahead_share
         return choose(
             self.sizes,
             preferred_to_stay(order, first if self.overlap == "backward" else 0.0),

@@ -159,6 +159,11 @@ class Weights:
         """Bytes of gradients, of about two groups, by which backward may be ahead of updates."""
         return self.slot_bytes // 2
 
+    @property
+    def ahead_share(self) -> float:
+        """The same as a share of all that could have left, from 0 to 1."""
+        return min(1.0, self.ahead_bytes / (self.host_bytes + self.staying_bytes or 1))
+
     @contextlib.contextmanager
     def turn(self, reads: int | None = None) -> Iterator[None]:
         """Inside, no other thread moves weights, and all of their updates are under way. ``reads``:
