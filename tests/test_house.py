@@ -10,8 +10,8 @@ from tests.helpers.scripts import Launch
 
 
 def test_measures_stay_below_what_they_are() -> None:
-    assert house.lines() <= 25_485  # weights and gradients in host memory
-    assert house.statements() <= 13_406
+    assert house.lines() <= 25_486  # weights and gradients in host memory
+    assert house.statements() <= 13_405
     assert len(house.sources()) <= 122
     assert house.long_files() == {}
     assert len(house.files_in_root()) <= 2
