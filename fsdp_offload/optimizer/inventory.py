@@ -151,7 +151,7 @@ class Inventory:
         info = dtensor.shard_info(parameter, spec.fqn)
         compute = self._config.compute_dtype(info.dtype)
         values = self._optimizer.param_groups[group]
-        schema = self._schema(values, compute, on_host=lane == "host")
+        schema = self._schema(values, compute, on_host=lane == "host").in_group(values)
         form = master_form(info.dtype, compute)
         moments = moments_of(schema, compute, self._config.moments)
         cuttable, cut_numel = cut_at(info, lane, elementwise=schema.elementwise)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -28,6 +28,7 @@ from ..core.errors import AwayError, ConfigError, UnspentGradientError
 from ..core.fsdp import Group
 from ..core.offloadable import HostCopies, remove_all
 from ..core.spent import is_spent
+from ..update.schema import replaced
 
 _NEEDED_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_state_dict_post_hooks")
 
@@ -184,7 +185,7 @@ class PlainOptimizer:
         copies = self._copies
         if copies is not None:
             copies.wait()
-            state_dict["state"] = _mapped(state_dict["state"], lambda t: _shown(copies, t))
+            state_dict["state"] = replaced(state_dict["state"], lambda t: _shown(copies, t))
         self._follow()
 
     def _before_load(self, *_: object) -> None:
@@ -210,16 +211,6 @@ def _leaves(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict | list | tuple):
         for each in value.values() if isinstance(value, dict) else value:
             yield from _leaves(each)
-
-
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {name: _mapped(each, change) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_mapped(each, change) for each in value)
-    return value
 
 
 class Gradients:

@@ -21,7 +21,7 @@ import copy
 import functools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
@@ -64,7 +64,7 @@ class StateKind:
     dtype: torch.dtype | None = None  # None for a number
     on_device: bool = True  # where a scalar lives
     initial: complex = 0.0  # shown before the first step, if equal in all elements
-    follows_option: bool = False  # initial is the value of a hyper-parameter, which may change
+    option: str = ""  # the hyper-parameter that gives the initial value
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,15 @@ class Schema:
     def shows_initial(self, kind: StateKind) -> bool:
         """Whether ``kind`` shows other values than zeroed memory before the first step."""
         return kind.initial != 0 or not any(k.name == "step" for k in self.kinds)
+
+    def in_group(self, group: dict[str, Any]) -> Schema:
+        """Return this schema with the initial values of ``group``: groups of one signature may
+        differ in them."""
+        kinds = (
+            replace(kind, initial=_initial(group[kind.option], kind.dtype)) if kind.option else kind
+            for kind in self.kinds
+        )
+        return replace(self, kinds=tuple(kinds))
 
     def role(self, role: Role) -> tuple[StateKind, ...]:
         """Return the entries of one role, in the class's order."""
@@ -199,11 +208,15 @@ def replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Copy ``value``, a tensor or a container of tensors, with every tensor changed."""
     if isinstance(value, Tensor):
         return change(value)
-    if type(value) in (list, tuple):
-        return type(value)(replaced(each, change) for each in value)
-    if type(value) is dict:
-        return {name: replaced(each, change) for name, each in value.items()}
-    return copy.copy(value) if isinstance(value, list | dict | set) else value
+    if isinstance(value, tuple):
+        items = [replaced(each, change) for each in value]
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+    if isinstance(value, list | dict):
+        made = copy.copy(value)
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            made[key] = replaced(each, change)
+        return made
+    return copy.copy(value) if isinstance(value, set) else value
 
 
 def public_attributes(optimizer: Optimizer) -> dict[str, Any]:
@@ -270,15 +283,19 @@ def _declared_kinds(
     for name, role, option, given, always_on_device in entries:
         if option and not group[option]:
             continue
-        initial: complex = float(group[given]) if isinstance(given, str) else given or zero
-        follows = given == "lr"
-        if role == "scalar":
-            on_device = moves or always_on_device
-            kinds.append(StateKind(name, role, scalar_dtype, on_device, initial, follows))
-        else:
-            filling = complex(initial, initial) if dtype.is_complex and initial else initial
-            kinds.append(StateKind(name, role, dtype, True, filling, follows))
+        value, of_option = (group[given], given) if isinstance(given, str) else (given or zero, "")
+        is_scalar = role == "scalar"
+        on_device = moves or always_on_device or not is_scalar
+        own_dtype = scalar_dtype if is_scalar else dtype
+        initial = _initial(value, own_dtype)
+        kinds.append(StateKind(name, role, own_dtype, on_device, initial, of_option))
     return tuple(kinds)
+
+
+def _initial(value: Any, dtype: torch.dtype | None) -> complex:
+    number = float(value)
+    is_complex = dtype is not None and dtype.is_complex and number
+    return complex(number, number) if is_complex else number
 
 
 def _zero(has_step: bool) -> float:

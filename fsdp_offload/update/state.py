@@ -405,7 +405,7 @@ def _is_initial(kind: StateKind, value: Any) -> bool:
     found = dtensor.local(value)
     if found.device.type == "meta":
         return True  # never shown, so not written
-    if kind.follows_option:
+    if kind.option == "lr":
         return not found.numel() or bool((found == found.reshape(-1)[0]).all())
     same = found == kind.initial
     if kind.initial == 0 and math.copysign(1.0, complex(kind.initial).real) < 0:

@@ -8,10 +8,11 @@ import io
 import os
 import pickle
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -511,6 +512,22 @@ def test_state_dict_while_away_is_in_host_memory(away: Away) -> None:
     assert_same(values[1], optimizer.state_dict())
     assert_same(values[2], model.body.state_dict(prefix="x."))
     assert_same(values[3], get_model_state_dict(model))
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    others: list[Tensor]
+
+
+def test_nested_state_is_in_host_memory_too() -> None:
+    model = net()
+    optimizer = sgd(model.parameters())
+    made = OrderedDict(pair=Pair(torch.ones(9), [torch.zeros(5)]))
+    optimizer.state[model.frozen] = {"nested": made}
+    before = copy.deepcopy(optimizer.state_dict())
+    with PhaseOffloader(model, optimizer).away():
+        assert all_away([made["pair"].first, *made["pair"].others])
+        assert_same(optimizer.state_dict(), before)
 
 
 def test_state_dict_hooks_of_others_see_values() -> None:

@@ -55,6 +55,27 @@ def test_a_master_that_the_caller_replaced_is_adopted(dtype: torch.dtype, name: 
     assert dtype == BF16 or same(parameter.detach(), new.half())
 
 
+@pytest.mark.parametrize("cls", [torch.optim.ASGD, torch.optim.Rprop])
+def test_plain_optimizer_continues_with_a_parameter_without_a_gradient_so_far(cls: Any) -> None:
+    """Its state shows the learning rate of its own group."""
+
+    def build() -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+        made = [nn.Parameter(torch.ones(5)) for _ in range(2)]
+        return made, cls([{"params": [p], "lr": 0.1 / (i + 1)} for i, p in enumerate(made)])
+
+    (wrapped, inner), (parameters, plain) = build(), build()
+    optimizer = HybridDeviceOptimizer(inner)
+    for own, each in ((wrapped, optimizer), (parameters, plain)):
+        own[0].grad = torch.ones(5)
+        each.step()
+    (loaded, continued) = build()
+    continued.load_state_dict(optimizer.state_dict())
+    for own, each in ((loaded, continued), (parameters, plain)):
+        own[1].grad = torch.ones(5)
+        each.step()
+    assert same(loaded[1].detach(), parameters[1].detach())
+
+
 def test_tensors_inside_hyper_parameters_are_copied() -> None:
     beta = torch.tensor(0.9)
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], betas=(beta, torch.tensor(0.99)))
