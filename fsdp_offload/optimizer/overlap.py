@@ -36,7 +36,7 @@ from ..core.fsdp import Group, find_groups
 from ..core.progress import is_rank_0, warn
 from ..core.spent import SpentGradient, another_backward_error, changed_gradient_error, is_spent
 from ..core.storage import span
-from ..plan.order import assumed_ready_ms
+from ..plan.residency import assumed_ready_ms
 from ..update.params import ParamState, Work
 from ..update.schema import is_torch_class, works_on_matrices
 from .engine import Engine

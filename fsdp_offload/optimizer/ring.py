@@ -41,8 +41,16 @@ from torch import Tensor
 from ..core.backend import TURN_BYTES, Backend, Event, TimedEvent
 from ..core.storage import span
 from ..link import Block, Link, Residence
-from ..plan.order import SlotUse, Visit, deadline_order, fetched_first, slot_use
-from ..plan.residency import AWAY_STEPS, choose, preferred_to_stay
+from ..plan.residency import (
+    AWAY_STEPS,
+    SlotUse,
+    Visit,
+    choose,
+    deadline_order,
+    fetched_first,
+    preferred_to_stay,
+    slot_use,
+)
 from ..update.params import Work
 from .gradient_slots import GradientSlots
 from .ring_bucket import RingBucket

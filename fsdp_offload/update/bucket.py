@@ -243,7 +243,7 @@ class BucketUpdate:
             remainders = [view(s, REMAINDER_KIND, s.spec.numel) for s in self.bucket.slices]
         kept: list[tuple[Kept, Kept]] = []
         for sliced, packed in zip(self.slices, self._packed, strict=True):
-            average, square = [each.kept for each in packed] or [
+            average, square = [own for _, own, _ in packed] or [
                 (sliced.state[name], None) for name in ("exp_avg", "exp_avg_sq")
             ]
             kept.append((average, square))
@@ -268,9 +268,8 @@ class BucketUpdate:
         codes, *scales = [
             view(sliced.slice, kind, -(-numel // kind.block_numel)) for kind in moment.kinds
         ]
-        return PackedMoment(
-            moment, (codes, scales[0] if scales else None), sliced.state[moment.name]
-        )
+        kept = codes, scales[0] if scales else None
+        return moment, kept, sliced.state[moment.name]
 
     def _cut_scratch(self, scratch: Scratch, first: ParamState) -> list[dict[str, Tensor]]:
         """Point gradients and unpacked masters at scratch memory; returns the moments' part by
@@ -308,17 +307,16 @@ class BucketUpdate:
     def _unpack_moments(self, gradients: list[Tensor | None]) -> None:
         for sliced, gradient, packed in zip(self.slices, gradients, self._packed, strict=True):
             if gradient is not None and sliced.stepped:
-                for each in packed:
-                    unpack(each.moment, *each.kept, each.values)
+                for moment, kept, values in packed:
+                    unpack(moment, *kept, values)
 
     def _pack_moments(self, gradients: list[Tensor | None]) -> None:
         for sliced, gradient, packed in zip(self.slices, gradients, self._packed, strict=True):
             if gradient is None or not packed:
                 continue
             sliced.updates += 1
-            for each in packed:
-                rng_key = sliced.rng_key(each.moment.position // 2)
-                pack(each.moment, each.values, *each.kept, rng_key)
+            for moment, kept, values in packed:
+                pack(moment, values, *kept, sliced.rng_key(moment.position // 2))
 
     def _unpack(self) -> None:
         if self._form is MasterForm.WHOLE:

@@ -19,7 +19,7 @@ Two implementations give the same bits: torch operations (``*_plain``) and Trito
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from torch import Tensor
 from ..plan import Kind
 from .codec import QUIET_BIT
 from .kernels import moment_kernels
-from .rng_key import RngKey
+from .rng_key import RngKey, random_bits
 from .schema import Schema
 
 BLOCK_NUMEL: Final = 64
@@ -70,12 +70,8 @@ Kept = tuple[Tensor, Tensor | None]
 """Codes and scales."""
 
 
-class PackedMoment(NamedTuple):
-    """Packed and unpacked memory of one moment of one slice."""
-
-    moment: Moment
-    kept: Kept
-    values: Tensor  # fp32, in scratch memory
+PackedMoment = tuple[Moment, Kept, Tensor]
+"""Packed memory of one moment of one slice, and its values: fp32, in scratch memory."""
 
 
 def moments_of(
@@ -112,7 +108,7 @@ def pack(
 ) -> None:
     """Encode ``values`` (1-D, fp32) as codes and scales; ``rng_key``: None for nearest."""
     if values.is_cuda and (kernels := moment_kernels()) is not None:
-        key, first = (0, 0) if rng_key is None else (rng_key.key, rng_key.first)
+        key, first = rng_key or (0, 0)
         kernels.pack_moment(
             values, codes, scales, STEPS.get(moment.dtype, 0), key, first, moment.position % 2,
             stochastic=rng_key is not None,
@@ -139,7 +135,7 @@ def pack_plain(
     """As :func:`pack`, in torch operations."""
     random = None
     if rng_key is not None:
-        random = rng_key.bits(values.numel(), moment.position % 2, values.device)
+        random = random_bits(rng_key, values.numel(), moment.position % 2, values.device)
     if not moment.has_scales:
         codes.view(torch.int16).copy_(_to_bf16(values, random))
         return

@@ -109,9 +109,8 @@ class SliceState:
     def rng_key(self, pair: int) -> RngKey:
         """Return the key of the random bits of this update; ``pair``: index of the pair of
         moments."""
-        return RngKey(
-            key_of(self.param.seed, self.updates, pair), self.param.origin + self.slice.start
-        )
+        first = self.param.origin + self.slice.start
+        return key_of(self.param.seed, self.updates, pair), first
 
 
 def cut_at(info: ShardInfo, lane: Lane, *, elementwise: bool) -> tuple[bool, int]:

@@ -8,11 +8,14 @@ bits. One 32-bit hash serves two kinds of state; the first uses the lower half.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
+
+RngKey = tuple[int, int]
+"""Selects the random bits of one update: an int32 of :func:`key_of`, and the index of the first
+element in the global tensor."""
 
 _MASK: Final = 0xFFFFFFFF
 
@@ -41,25 +44,18 @@ def signed(word: int) -> int:
     return word - (1 << 32) if word >> 31 else word
 
 
-@dataclass(frozen=True)
-class RngKey:
-    """Selects the random bits of one update."""
-
-    key: int  # int32, from :func:`key_of`
-    first: int  # index of the first element in the global tensor
-
-    def bits(self, numel: int, half: int, device: torch.device) -> Tensor:
-        """Return 16 bits per element, as int32 in [0, 65535]: the Triton hash in torch
-        operations."""
-        at = torch.arange(self.first, self.first + numel, dtype=torch.int64, device=device)
-        mixed = _low_word(at) ^ self.key
-        mixed += _low_word(at >> 32) * (0x9E3779B9 - (1 << 32))
-        mixed ^= (mixed >> 16) & 0xFFFF
-        mixed *= 0x7FEB352D
-        mixed ^= (mixed >> 15) & 0x1FFFF
-        mixed *= 0x846CA68B - (1 << 32)
-        mixed ^= (mixed >> 16) & 0xFFFF
-        return (mixed >> 16 if half else mixed) & 0xFFFF
+def random_bits(rng_key: RngKey, numel: int, half: int, device: torch.device) -> Tensor:
+    """Return 16 bits per element, as int32 in [0, 65535]: the Triton hash in torch operations."""
+    key, first = rng_key
+    at = torch.arange(first, first + numel, dtype=torch.int64, device=device)
+    mixed = _low_word(at) ^ key
+    mixed += _low_word(at >> 32) * (0x9E3779B9 - (1 << 32))
+    mixed ^= (mixed >> 16) & 0xFFFF
+    mixed *= 0x7FEB352D
+    mixed ^= (mixed >> 15) & 0x1FFFF
+    mixed *= 0x846CA68B - (1 << 32)
+    mixed ^= (mixed >> 16) & 0xFFFF
+    return (mixed >> 16 if half else mixed) & 0xFFFF
 
 
 def _low_word(at: Tensor) -> Tensor:

@@ -388,15 +388,12 @@ def _kind(
     if isinstance(value, Tensor) and tuple(value.shape) in ((), (_SCRATCH_NUMEL,)):
         role: Role = "like" if value.dim() else "scalar"
         return StateKind(name, role, value.dtype, value.device.type == device.type, initial)
+    found = type(value).__name__
+    if isinstance(value, Tensor):
+        found += f" of shape {tuple(value.shape)}"
     raise StateSchemaError(
         f"state {name!r} of {type(optimizer).__name__} with elementwise=True",
-        reason=f"{_described(value)} for a vector of {_SCRATCH_NUMEL} elements: neither "
+        reason=f"a {found} for a vector of {_SCRATCH_NUMEL} elements: neither "
         "shaped like the parameter nor a single number",
         remedy="leave out elementwise=True: the class then runs its own step on the device",
     )
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return f"a {type(value).__name__}"

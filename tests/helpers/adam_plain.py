@@ -10,7 +10,7 @@ from torch import Tensor
 from fsdp_offload.update import codec, moments
 from fsdp_offload.update.moments import Moment
 from fsdp_offload.update.one_kernel import AdamConstants, Operands
-from fsdp_offload.update.rng_key import RngKey, key_of
+from fsdp_offload.update.rng_key import key_of
 
 
 def adam_plain(
@@ -23,7 +23,7 @@ def adam_plain(
     """As ``one_kernel.AdamLaunch.run`` of one slice. ``both``: how the moments are kept; empty: in
     fp32."""
     weight, remainder, average, square, step, powers, origin, seed = operands
-    rng_key = RngKey(key_of(seed, updates, 0), origin)
+    rng_key = (key_of(seed, updates, 0), origin)
     lr, beta1, beta2, decay, eps = (
         torch.tensor(number, dtype=torch.float32, device=weight.device) for number in constants[:5]
     )

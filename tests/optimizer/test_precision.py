@@ -32,7 +32,6 @@ from fsdp_offload.core.devices import backend_for
 from fsdp_offload.update import moments, one_kernel, rng_key
 from fsdp_offload.update.bucket import Scratch
 from fsdp_offload.update.moments import Moment
-from fsdp_offload.update.rng_key import RngKey
 from fsdp_offload.update.schema import makes_its_state
 from tests.fsdp import models
 from tests.fsdp.models import Ranks
@@ -100,7 +99,7 @@ def round_moments(plain: Optimizer, mine: HybridDeviceOptimizer, counts: list[in
             kept = plain.state[parameter][moment.name]
             values = kept.flatten().clone()
             seed = rng_key.seed_of(record.fqn)
-            draw = RngKey(rng_key.key_of(seed, counts[record.index], position // 2), 0)
+            draw = (rng_key.key_of(seed, counts[record.index], position // 2), 0)
             codes = torch.empty(values.numel(), dtype=moment.dtype)
             scales = torch.empty(-(-values.numel() // 64)) if moment.has_scales else None
             moments.pack_plain(moment, values, codes, scales, draw)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_offload.plan.order import (
+from fsdp_offload.plan.residency import (
     SlotUse,
     Visit,
     assumed_ready_ms,

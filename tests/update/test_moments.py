@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fsdp_offload.update import moments, rng_key
 from fsdp_offload.update.moments import STEPS, Moment
-from fsdp_offload.update.rng_key import RngKey
+from fsdp_offload.update.rng_key import RngKey, random_bits
 
 BF16, INT8, UINT8 = torch.bfloat16, torch.int8, torch.uint8
 NUMEL = 1000
@@ -40,7 +40,7 @@ def test_rounding_what_was_unpacked_to_nearest_gives_the_same_codes(
     dtype: torch.dtype, numel: int
 ) -> None:
     values = values_for(dtype, numel)
-    for draw in (None, RngKey(7, 3)):
+    for draw in (None, (7, 3)):
         codes, scales, again = packed(values, dtype, draw)
         twice, same_scales, final = packed(again, dtype, None)
         assert torch.equal(codes.view(torch.uint8), twice.view(torch.uint8))
@@ -70,7 +70,7 @@ def test_every_code_comes_back(dtype: torch.dtype) -> None:
 def test_errors_are_bounded(dtype: torch.dtype, limit: float) -> None:
     values = values_for(dtype)
     _, scales, near = packed(values, dtype, None)
-    _, _, random = packed(values, dtype, RngKey(1, 0))
+    _, _, random = packed(values, dtype, (1, 0))
     step, least = values.abs() * limit, torch.zeros(())
     if scales is not None:  # neighbours of s * (k / n)^2 are s * (2k + 1) / n^2 apart
         top = scales.repeat_interleave(64)[:NUMEL]
@@ -88,7 +88,7 @@ def test_stochastic_rounding_is_right_in_the_mean(dtype: torch.dtype) -> None:
     total, rounds = torch.zeros(64, dtype=torch.float64), 1000
     spread = 2 * torch.maximum(values.abs(), values.abs().max() * 0.02)
     for update in range(rounds):
-        draw = RngKey(rng_key.key_of(5, update, 0), 0)
+        draw = (rng_key.key_of(5, update, 0), 0)
         total += packed(values, dtype, draw)[2]
     # A step is at most 2 % of the spread; the mean of 1000 is within 5 of its deviations.
     assert bool(((total / rounds - values).abs() <= spread * 0.02 * 5 / rounds**0.5).all())
@@ -98,7 +98,7 @@ def test_a_second_moment_never_becomes_zero_and_zero_stays() -> None:
     values = torch.zeros(64)
     values[0], values[1:20] = 1.0, 1e-12
     for update in range(20):
-        codes, _, again = packed(values, UINT8, RngKey(update, 0))
+        codes, _, again = packed(values, UINT8, (update, 0))
         assert bool((codes[1:20] > 0).all())
         assert bool((again[20:] == 0).all())
 
@@ -108,7 +108,7 @@ def test_a_second_moment_never_becomes_zero_and_zero_stays() -> None:
 def test_what_is_not_finite_spoils_its_block_only(dtype: torch.dtype, bad: float) -> None:
     values = values_for(dtype)
     values[200] = bad
-    for draw in (None, RngKey(3, 0)):
+    for draw in (None, (3, 0)):
         again = packed(values, dtype, draw)[2]
         assert bool(again[192:256].isnan().all())
         assert bool(again[:192].isfinite().all())
@@ -119,7 +119,7 @@ def test_bf16_keeps_nan_and_infinity_and_rounds_as_torch() -> None:
     values = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 3.4e38, 1.00390625])
     bits = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)
     values = torch.cat([values, bits, torch.randn(500)])
-    for draw in (None, RngKey(9, 0)):
+    for draw in (None, (9, 0)):
         codes = packed(values, BF16, draw)[0]
         assert torch.equal(codes.isnan(), values.isnan())
         assert torch.equal(codes[1:4].float(), values[1:4])
@@ -129,9 +129,9 @@ def test_bf16_keeps_nan_and_infinity_and_rounds_as_torch() -> None:
 
 
 def test_random_bits_follow_the_element_and_not_the_cut() -> None:
-    whole = RngKey(123, 1000).bits(300, 0, torch.device("cpu"))
+    whole = random_bits((123, 1000), 300, 0, torch.device("cpu"))
     for start in (0, 64, 128):
-        part = RngKey(123, 1000 + start).bits(100, 0, torch.device("cpu"))
+        part = random_bits((123, 1000 + start), 100, 0, torch.device("cpu"))
         assert torch.equal(part, whole[start : start + 100])
 
 
@@ -140,18 +140,18 @@ def test_random_bits_are_the_ones_that_checkpoints_were_trained_with() -> None:
     device = torch.device("cpu")
     assert rng_key.seed_of("layers.0.weight") == 3843510026
     assert rng_key.key_of(7, 1, 0) == -456573687
-    assert RngKey(-5, (1 << 33) + 9).bits(4, 0, device).tolist() == [46019, 27989, 52717, 64765]
-    assert RngKey(-5, (1 << 33) + 9).bits(4, 1, device).tolist() == [603, 19800, 44084, 50409]
+    assert random_bits((-5, (1 << 33) + 9), 4, 0, device).tolist() == [46019, 27989, 52717, 64765]
+    assert random_bits((-5, (1 << 33) + 9), 4, 1, device).tolist() == [603, 19800, 44084, 50409]
 
 
 def test_random_bits_are_uniform_and_independent() -> None:
     device, numel = torch.device("cpu"), 1 << 16
     draws = []
     for update in (1, 2):
-        draw = RngKey(rng_key.key_of(1, update, 0), 0)
-        draws += [draw.bits(numel, half, device) for half in (0, 1)]
-    draws.append(RngKey(rng_key.key_of(2, 1, 0), 0).bits(numel, 0, device))
-    draws.append(RngKey(rng_key.key_of(1, 1, 1), 0).bits(numel, 0, device))
+        draw = (rng_key.key_of(1, update, 0), 0)
+        draws += [random_bits(draw, numel, half, device) for half in (0, 1)]
+    draws.append(random_bits((rng_key.key_of(2, 1, 0), 0), numel, 0, device))
+    draws.append(random_bits((rng_key.key_of(1, 1, 1), 0), numel, 0, device))
     for drawn in draws:
         assert 0 <= int(drawn.min())
         assert int(drawn.max()) <= 0xFFFF
