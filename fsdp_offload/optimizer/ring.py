@@ -44,7 +44,6 @@ from ..link import Block, Link, Residence
 from ..plan.residency import (
     AWAY_STEPS,
     SlotUse,
-    Visit,
     choose,
     deadline_order,
     fetched_first,
@@ -152,16 +151,10 @@ class Ring:
         # buckets pass as their gradients come.
         weighty = {i for i, bucket in enumerate(self.buckets) if bucket.weights.host}
         slow = self.sizes.keys() - self.staying.keys() - weighty
-        visits = [
-            Visit(
-                ready_ms=max(ready_ms[index] for index in bucket.indices),
-                rank=min(ranks[index] for index in bucket.indices),
-                cost_ms=bucket.n_bytes * ms_per_byte if i in slow else 0,
-            )
-            for i, bucket in enumerate(self.buckets)
-        ]
-        self._ranks = [visit.rank for visit in visits]
-        self._deadlines = deadline_order(visits)
+        ready = [max(ready_ms[i] for i in bucket.indices) for bucket in self.buckets]
+        self._ranks = [min(ranks[i] for i in bucket.indices) for bucket in self.buckets]
+        costs = [b.n_bytes * ms_per_byte if i in slow else 0 for i, b in enumerate(self.buckets)]
+        self._deadlines = deadline_order(ready, self._ranks, costs)
         self._arrange(self.staying, len(self.slots))
 
     def fit(self, allowed_bytes: int, step: int) -> None:

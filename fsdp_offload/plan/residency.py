@@ -292,35 +292,31 @@ def choose(
 # --------------------------------------------------------------------------- order and slots
 
 
-@dataclass(frozen=True)
-class Visit:
-    """One bucket as the order sees it."""
+def deadline_order(
+    ready_ms: Sequence[float], ranks: Sequence[int], costs_ms: Sequence[float]
+) -> tuple[int, ...]:
+    """Return indices of buckets in the order of service; the index breaks ties.
 
-    ready_ms: float
-    """When its last gradient is ready, counted from the first of the backward."""
-    rank: int
-    """Position in which the forward needs it; the lowest first."""
-    cost_ms: float
-    """How long it keeps the link busy, in each direction."""
-
-
-def deadline_order(visits: Sequence[Visit]) -> tuple[int, ...]:
-    """Return indices of ``visits`` in the order of service; the index breaks ties."""
-    arrivals = sorted(range(len(visits)), key=lambda index: (visits[index].ready_ms, index))
+    Args:
+        ready_ms: when the last gradient of each is ready, counted from the first of the backward.
+        ranks: positions in which the forward needs them; the lowest first.
+        costs_ms: how long each keeps the link busy, in each direction.
+    """
+    arrivals = sorted(range(len(ready_ms)), key=lambda index: (ready_ms[index], index))
     waiting: list[tuple[int, int]] = []
     order: list[int] = []
     now_ms, arrived = 0.0, 0  # the link's clock, and how many of `arrivals` are in `waiting`
-    while len(order) < len(visits):
-        while arrived < len(visits) and visits[arrivals[arrived]].ready_ms <= now_ms:
+    while len(order) < len(arrivals):
+        while arrived < len(arrivals) and ready_ms[arrivals[arrived]] <= now_ms:
             index = arrivals[arrived]
-            heapq.heappush(waiting, (visits[index].rank, index))
+            heapq.heappush(waiting, (ranks[index], index))
             arrived += 1
         if not waiting:  # idle until the next gradients
-            now_ms = visits[arrivals[arrived]].ready_ms
+            now_ms = ready_ms[arrivals[arrived]]
             continue
         _, index = heapq.heappop(waiting)
         order.append(index)
-        now_ms += visits[index].cost_ms
+        now_ms += costs_ms[index]
     return tuple(order)
 
 

@@ -210,7 +210,7 @@ def replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return change(value)
     if isinstance(value, tuple):
         items = [replaced(each, change) for each in value]
-        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, list | dict):
         made = copy.copy(value)
         for key, each in value.items() if isinstance(value, dict) else enumerate(value):

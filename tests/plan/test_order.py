@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from fsdp_offload.plan.residency import (
     SlotUse,
-    Visit,
     assumed_ready_ms,
     deadline_order,
     fetched_first,
@@ -17,8 +16,10 @@ from fsdp_offload.plan.residency import (
 )
 
 TIMES = st.integers(0, 20).map(float)
+Visit = tuple[float, int, float]
+"""When it is ready, its rank, and its cost."""
 VISITS = st.lists(
-    st.builds(Visit, ready_ms=TIMES, rank=st.integers(-1, 5), cost_ms=st.integers(0, 4).map(float)),
+    st.tuples(TIMES, st.integers(-1, 5), st.integers(0, 4).map(float)),
     max_size=12,
 )
 
@@ -27,8 +28,8 @@ def services(visits: list[Visit], order: tuple[int, ...]) -> list[tuple[float, f
     """When the service of each position begins and ends, if the link never waits needlessly."""
     now_ms, found = 0.0, []
     for index in order:
-        start = max(now_ms, visits[index].ready_ms)
-        now_ms = start + visits[index].cost_ms
+        start = max(now_ms, visits[index][0])
+        now_ms = start + visits[index][2]
         found.append((start, now_ms))
     return found
 
@@ -37,14 +38,15 @@ def services(visits: list[Visit], order: tuple[int, ...]) -> list[tuple[float, f
 def test_whenever_the_link_is_free_it_serves_the_most_urgent_job_that_is_ready(
     visits: list[Visit],
 ) -> None:
-    order = deadline_order(visits)
+    ready_ms, ranks, costs_ms = ([visit[i] for visit in visits] for i in range(3))
+    order = deadline_order(ready_ms, ranks, costs_ms)
     assert sorted(order) == list(range(len(visits)))
     free = 0.0
     for position, (start, end) in enumerate(services(visits, order)):
         waiting = order[position:]
-        assert start == max(free, min(visits[i].ready_ms for i in waiting)), "needlessly idle"
-        ready = [i for i in waiting if visits[i].ready_ms <= start]
-        assert order[position] == min(ready, key=lambda i: (visits[i].rank, i))
+        assert start == max(free, min(ready_ms[i] for i in waiting)), "needlessly idle"
+        ready = [i for i in waiting if ready_ms[i] <= start]
+        assert order[position] == min(ready, key=lambda i: (ranks[i], i))
         free = end
 
 
@@ -59,9 +61,8 @@ def test_the_first_updates_are_of_what_was_fetched_ahead(
 
 
 def test_the_head_of_the_model_overtakes_as_soon_as_its_gradients_are_there() -> None:
-    backward = [Visit(ready_ms=10.0 - i, rank=i, cost_ms=2.0) for i in range(10)]
-
-    assert deadline_order(backward) == (9, 7, 5, 3, 1, 0, 2, 4, 6, 8)
+    ready_ms = [10.0 - i for i in range(10)]
+    assert deadline_order(ready_ms, range(10), [2.0] * 10) == (9, 7, 5, 3, 1, 0, 2, 4, 6, 8)
 
 
 @given(st.integers(0, 500), st.integers(1, 64))
