@@ -194,18 +194,6 @@ def test_spans_cover_their_slices_and_lie_apart_in_slot_and_scratch(laid: Laid) 
     assert all(stop <= after for (_, stop), (after, _) in itertools.pairwise(covered))
 
 
-def test_small_parameters_share_a_bucket_and_a_large_one_fills_its_rest() -> None:
-    kinds = (KINDS[0], Kind("exp_avg_sq", torch.float32))
-    sizes = [10, 100, 1000]
-    made = [ParamSpec(i, n, tuple((kind, n) for kind in kinds)) for i, n in enumerate(sizes)]
-    first, second, third = make_layout(made, bucket_bytes=SMALLEST_BUCKET).buckets
-    cuts = [(p.spec.index, p.start, p.stop, p.scratch_start) for p in first.slices]
-    assert cuts == [(0, 0, 10, 0), (1, 0, 100, 64), (2, 0, 320, 192)]
-    assert [(s.arena_start, s.n_bytes) for s in first.spans] == [(0, 2048), (4864, 2048)]
-    assert [(p.start, p.stop) for p in (*second.slices, *third.slices)] == [(320, 832), (832, 1000)]
-    assert [(s.slot_start, s.n_bytes) for s in third.spans] == [(0, 672), (768, 672)]
-
-
 @pytest.mark.parametrize("cuttable", [True, False])
 def test_an_optimizer_without_state_still_has_slices_and_scratch(cuttable: bool) -> None:
     layout = make_layout(
