@@ -203,16 +203,16 @@ class Snapshot:
         for index, (group, before) in enumerate(zip(groups, self.groups, strict=True)):
             versions = self.versions[index]
             for name, value in group.items():
-                if name == "params":
+                if name == "params" or name not in before:  # such as a new scheduler's initial_lr
                     continue
                 if isinstance(value, Tensor):
                     # The version tells without a device synchronisation; but some code writes the
                     # same value again, which is no change.
                     same = versions.get(name) == (id(value), value._version) or (
-                        isinstance(before.get(name), Tensor) and torch.equal(value, before[name])
+                        isinstance(before[name], Tensor) and torch.equal(value, before[name])
                     )
                 else:
-                    same = name in before and bool(before[name] == value)
+                    same = bool(before[name] == value)
                 if not same:
                     raise ConfigError(
                         f"param_groups[{index}][{name!r}] changed to {value!r} before step()",
