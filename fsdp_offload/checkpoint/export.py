@@ -276,7 +276,9 @@ def _of_model(model: nn.Module, optimizer: Optimizer | None, wanted: torch.dtype
         _check_dense(fqn, owner)
         written[fqn] = _written(fqn, held, wanted if fqn in parameters else None)
         # Placed like the parameter, which alone may tell where its shard was cut.
-        masters = [value for name, value in state.get(owner, {}).items() if name in _MASTERS]
+        # Other classes may have an entry of a master's name.
+        entries = [value for name, value in state.get(owner, {}).items() if name in _MASTERS]
+        masters = [e for e in entries if isinstance(e, Tensor) and e.shape == owner.shape]
         chunked[fqn] = [dtensor.like(owner, dtensor.local(held)), *masters]
     wait_for([model])
     weights = {fqn: tensors[0] for fqn, tensors in chunked.items()}

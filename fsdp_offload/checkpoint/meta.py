@@ -48,34 +48,36 @@ def make_buffers(models: Sequence[nn.Module], saved: Collection[str]) -> None:
     """
     device, names = device_of(models) or default_device(), dtensor.saved_names(models)
     before: list[tuple[nn.Module, str, Tensor]] = []
-    without: list[str] = []
+    arounds: dict[nn.Module, Any] = {}  # the Hugging Face model around each module
     for model in models:
-        models_around: dict[str, Any] = {"": None}
+        paths: dict[str, Any] = {"": None}
         for path, module in model.named_modules():
-            around = models_around[path.rpartition(".")[0]]
-            models_around[path] = around = module if hasattr(module, "_init_weights") else around
-            buffers = {
-                name: buffer
+            around = module if hasattr(module, "_init_weights") else paths[path.rpartition(".")[0]]
+            paths[path] = arounds[module] = around
+            before += [
+                (module, name, buffer)
                 for name, buffer in module.named_buffers(recurse=False)
                 if buffer.is_meta and buffer.numel() and names[buffer][0] not in saved
-            }
-            before += [(module, name, buffer) for name, buffer in buffers.items()]
-            for name, buffer in buffers.items():
-                setattr(module, name, _unset(buffer, device))
-            if buffers:
-                _initialise(module, around)
-            without += [names[b][0] for n, b in buffers.items() if _is_unset(getattr(module, n))]
-    if without:
+            ]
+    try:
+        for module, name, buffer in before:
+            setattr(module, name, _unset(buffer, device))
+        for module in dict.fromkeys(module for module, _, _ in before):
+            _initialise(module, arounds[module])
+        without = [names[b][0] for module, n, b in before if _is_unset(getattr(module, n))]
+        if without:
+            raise UnsupportedParameterError(
+                f"buffers {some(without)} on the meta device",
+                reason="checkpoints lack them (persistent=False), and their modules do not "
+                "initialise them",
+                remedy="initialise them in reset_parameters() of their modules, or build "
+                "the model with real buffers, such as under "
+                "accelerate.init_empty_weights()",
+            )
+    except BaseException:  # a later load would take them for initialised
         for module, name, buffer in before:
             setattr(module, name, buffer)
-        raise UnsupportedParameterError(
-            f"buffers {some(without)} on the meta device",
-            reason="checkpoints lack them (persistent=False), and their modules do not "
-            "initialise them",
-            remedy="initialise them in reset_parameters() of their modules, or build "
-            "the model with real buffers, such as under "
-            "accelerate.init_empty_weights()",
-        )
+        raise
 
 
 def _initialise(module: nn.Module, around: Any) -> None:
