@@ -57,6 +57,11 @@ def is_shared(tensor: Tensor) -> bool:
     return owners(tensor.untyped_storage()) > _ALONE
 
 
+def is_held(storage: torch.UntypedStorage) -> bool:
+    """Whether any tensor has that storage."""
+    return owners(storage) >= _ALONE
+
+
 def refuse_addresses(tensor: Tensor) -> None:
     """Make C++ code raise instead of reading address 0 of a tensor without memory."""
     torch._C._set_throw_on_mutable_data_ptr(tensor)

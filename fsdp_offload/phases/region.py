@@ -51,6 +51,12 @@ class FixedMemory:
         self.ranges: dict[AddressRange, list[torch.UntypedStorage]] = {}
 
     def blocks(self) -> list[Chunk]:
+        # A plain optimizer's load_state_dict() replaces its state: free what nothing else holds.
+        self.ranges = {
+            each: moved
+            for each, moved in self.ranges.items()
+            if not moved or any(map(storages.is_held, moved))
+        }
         return [
             chunk
             for each, moved in self.ranges.items()

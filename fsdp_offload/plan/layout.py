@@ -121,7 +121,6 @@ class Layout:
 
     buckets: tuple[Bucket, ...]
     offsets: dict[tuple[int, str], int] = field(hash=False)  # (parameter, kind) -> arena byte
-    arena_start: int
     arena_stop: int
     payload_bytes: int
 
@@ -140,31 +139,30 @@ def make_layout(specs: Sequence[ParamSpec], *, bucket_bytes: int, arena_start: i
             exceed it.
         arena_start: first byte; rounded up to the slot alignment.
     """
-    offsets, arena_start, arena_stop = _place(specs, align(arena_start, SLOT_ALIGN_BYTES))
+    offsets, arena_stop = _place(specs, align(arena_start, SLOT_ALIGN_BYTES))
     buckets = [_finish(slices, offsets) for slices in _cut(specs, bucket_bytes)]
     return Layout(
         buckets=tuple(buckets),
         offsets=offsets,
-        arena_start=arena_start,
         arena_stop=arena_stop,
         payload_bytes=sum(spec.state_bytes for spec in specs),
     )
 
 
-def _place(specs: Sequence[ParamSpec], start: int) -> tuple[dict[tuple[int, str], int], int, int]:
+def _place(specs: Sequence[ParamSpec], start: int) -> tuple[dict[tuple[int, str], int], int]:
     kinds: dict[Kind, list[tuple[int, int]]] = {}
     for spec in specs:
         for kind, numel in spec.kinds:
             kinds.setdefault(kind, []).append((spec.index, numel))
     offsets: dict[tuple[int, str], int] = {}
-    cursor = stop = start
+    stop = start
     for kind, numels in kinds.items():
         cursor = align(stop, SLOT_ALIGN_BYTES)
         for index, numel in numels:
             offsets[index, kind.name] = cursor
             stop = cursor + numel * kind.itemsize
             cursor += align(numel, ALIGN_NUMEL // kind.block_numel) * kind.itemsize
-    return offsets, start, stop
+    return offsets, stop
 
 
 def _cut(specs: Sequence[ParamSpec], bucket_bytes: int) -> list[list[Slice]]:

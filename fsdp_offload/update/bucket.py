@@ -21,6 +21,7 @@ from . import codec
 from .moments import Kept, Moment, PackedMoment, pack, unpack
 from .one_kernel import OneKernelAdam, StepPowers
 from .params import REMAINDER_KIND, MasterForm, ParamState, SliceState, Snapshot
+from .rng_key import key_of
 from .shadow import Shadow
 
 StateView = Callable[[Slice, Kind, int], Tensor]
@@ -165,6 +166,7 @@ class BucketUpdate:
         ]
         self._masters: list[Tensor] = self._shards
         self._gradients: list[Tensor] | None = None  # in the compute dtype
+        self._remainders: list[Tensor | None] = [None] * len(self._shards)
         self._gathered: list[Tensor] = []  # contiguous copies of the shards
         self._together: tuple[Tensor, ...] = ()  # these copies, and the masters
         self._codes: list[tuple[Tensor, Tensor, Tensor]] = []  # (bf16, bf16, fp32) each 1-D
@@ -181,7 +183,7 @@ class BucketUpdate:
         unpacks = self._form is MasterForm.REMAINDER or bool(first.moments)
         has_kernel = unpacks and self._form is not MasterForm.WHOLE
         if has_kernel and OneKernelAdam.is_for(optimizer, self.slices):
-            self._reduced = self._one_kernel(view)
+            self._reduced = self._one_kernel()
 
     def bind(
         self,
@@ -210,7 +212,7 @@ class BucketUpdate:
         self._bind_state(view, flat_remainder)
         self._shadow.rebind()
         if self._reduced is not None:
-            self._reduced = self._one_kernel(view)
+            self._reduced = self._one_kernel()
 
     def _bind_state(self, view: StateView, flat_remainder: Tensor | None) -> None:
         if self._form is MasterForm.WHOLE:
@@ -237,20 +239,18 @@ class BucketUpdate:
         """Whether an update with these hyper-parameters uses scratch memory."""
         return self._reduced is None or not self._reduced.fits(snapshot)
 
-    def _one_kernel(self, view: StateView) -> OneKernelAdam:
-        remainders: list[Tensor | None] = [None] * len(self.slices)
-        if self._form is MasterForm.REMAINDER:
-            remainders = [view(s, REMAINDER_KIND, s.spec.numel) for s in self.bucket.slices]
+    def _one_kernel(self) -> OneKernelAdam:
         kept: list[tuple[Kept, Kept]] = []
         for sliced, packed in zip(self.slices, self._packed, strict=True):
             average, square = [own for _, own, _ in packed] or [
                 (sliced.state[name], None) for name in ("exp_avg", "exp_avg_sq")
             ]
             kept.append((average, square))
-        return OneKernelAdam(self.slices, self._shards, remainders, kept, self._powers)
+        return OneKernelAdam(self.slices, self._shards, self._remainders, kept, self._powers)
 
     def _bind_remainders(self, view: StateView, flat_remainder: Tensor | None) -> None:
         remainders = [view(s, REMAINDER_KIND, s.spec.numel) for s in self.bucket.slices]
+        self._remainders = list(remainders)
         if flat_remainder is not None and len(self.bucket.slices) > FEW:
             # For many small shards: one gather, one kernel, one scatter.
             if not self._gathered:  # once, because released memory cannot be cut
@@ -315,8 +315,10 @@ class BucketUpdate:
             if gradient is None or not packed:
                 continue
             sliced.updates += 1
+            first = sliced.param.origin + sliced.slice.start
             for moment, kept, values in packed:
-                pack(moment, values, *kept, sliced.rng_key(moment.position // 2))
+                key = key_of(sliced.param.seed, sliced.updates, moment.position // 2)
+                pack(moment, values, *kept, (key, first))
 
     def _unpack(self) -> None:
         if self._form is MasterForm.WHOLE:

@@ -43,22 +43,20 @@ class AdamConstants(NamedTuple):
     decay: float
     eps: float
     maximize: bool
-    decoupled: bool
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> AdamConstants | None:
         """Read a group; None if fused kernels do not take its options as they are."""
         lr, betas, decay = group["lr"], group["betas"], group["weight_decay"]
-        decoupled = group["decoupled_weight_decay"]
         if (
             group["fused"] is not True
             or any(group[o] for o in ("amsgrad", "foreach", "differentiable", "capturable"))
             or any(isinstance(number, Tensor) for number in (lr, *betas))
-            or not (decoupled or decay == 0)
+            or not (group["decoupled_weight_decay"] or decay == 0)
         ):
             return None
         numbers = float(lr), float(betas[0]), float(betas[1]), float(decay), float(group["eps"])
-        return cls(*numbers, bool(group["maximize"]), decoupled)
+        return cls(*numbers, bool(group["maximize"]))
 
 
 class StepPowers:

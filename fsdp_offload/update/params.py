@@ -27,7 +27,7 @@ from ..core.recorded import Taken
 from ..plan import Kind, ParamSpec, Slice
 from ..plan.layout import ALIGN_NUMEL, CUDA_TILE_NUMEL
 from .moments import Moment, moments_of
-from .rng_key import RngKey, key_of, seed_of
+from .rng_key import seed_of
 from .schema import Schema, public_attributes, replaced
 
 
@@ -105,12 +105,6 @@ class SliceState:
     state: dict[str, Any]  # the shadow's state: views for like kinds, own scalars and numbers
     stepped: bool = False  # False: the class initialises the state itself at the next update
     updates: int = 0  # updates of this parameter so far, if moments are packed
-
-    def rng_key(self, pair: int) -> RngKey:
-        """Return the key of the random bits of this update; ``pair``: index of the pair of
-        moments."""
-        first = self.param.origin + self.slice.start
-        return key_of(self.param.seed, self.updates, pair), first
 
 
 def cut_at(info: ShardInfo, lane: Lane, *, elementwise: bool) -> tuple[bool, int]:

@@ -75,10 +75,6 @@ class Schema:
     elementwise: bool  # may be cut into slices
     eager: bool = False  # the class makes its state at construction, not at the first step
 
-    def shows_initial(self, kind: StateKind) -> bool:
-        """Whether ``kind`` shows other values than zeroed memory before the first step."""
-        return kind.initial != 0 or not any(k.name == "step" for k in self.kinds)
-
     def in_group(self, group: dict[str, Any]) -> Schema:
         """Return this schema with the initial values of ``group``: groups of one signature may
         differ in them."""

@@ -303,8 +303,9 @@ def fill_initial(param: ParamState, *, only_shown: bool = False) -> None:
     """Fill like kinds with their values before the first step; ``only_shown``: memory is zeroed, so
     skip kinds that show zeros."""
     coded = _coded(param)
+    has_step = any(kind.name == "step" for kind in param.schema.kinds)  # else zeros are negative
     for kind in param.schema.role("like"):
-        if only_shown and not param.schema.shows_initial(kind):
+        if only_shown and has_step and kind.initial == 0:
             continue
         tensor = param.tensors[kind.name]
         if kind.name in coded:

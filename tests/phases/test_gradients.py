@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, UnspentGradientError, swap
+from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, UnspentGradientError
 from tests.away import has_memory
 
 UNSPENT = r"the gradient of 0\.weight: .* no step\(\) .*Remedy: call step\(\) first, or zero_grad"
@@ -134,18 +134,6 @@ def test_a_decoupled_gradient_is_saved_like_any_other() -> None:
         stayed = has_memory(weight.decoupled_grad)  # pytest would print what is away
     assert not stayed
     assert torch.equal(weight.decoupled_grad, expected)
-
-
-def test_a_swap_is_refused_too() -> None:
-    out, in_ = Job(), Job()
-    in_.phases.offload()
-    out.backward()
-    with pytest.raises(UnspentGradientError):
-        swap(out=out.phases, in_=in_.phases)
-    assert not out.phases.is_away
-    assert in_.phases.is_away
-    out.optimizer.step()
-    swap(out=out.phases, in_=in_.phases)
 
 
 def test_a_consumed_gradient_is_not_kept_alive() -> None:

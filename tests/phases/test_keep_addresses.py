@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 from types import SimpleNamespace
@@ -90,6 +91,23 @@ def test_one_offloader_at_a_time_keeps_addresses() -> None:
     second = PhaseOffloader(job.model, job.optimizer)
     with second.away():
         assert not any(tensor.untyped_storage().nbytes() for tensor in job.model.parameters())
+    job.check()
+
+
+@SWAPS
+def test_state_that_a_load_replaces_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[int] = []
+    monkeypatch.setattr(HostDriver, "close", lambda driver, at, n_bytes, _: freed.append(n_bytes))
+    job = Job()
+    phases = PhaseOffloader(job.model, job.optimizer, keep_addresses=True)
+    state_bytes = sum(each["exp_avg"].nbytes * 2 for each in job.optimizer.state.values())
+    job.optimizer.load_state_dict(copy.deepcopy(job.optimizer.state_dict()))
+    for _ in range(2):
+        with phases.away():
+            job.check()
+        gc.collect()
+        assert state_bytes <= sum(freed) < 2 * state_bytes + 10 * CHUNK
+    job.train()
     job.check()
 
 

@@ -73,6 +73,7 @@ def device_bytes(optimizer: HybridDeviceOptimizer) -> int:
 CASES = {
     "fp32-.5": (FP32, {"offload_fraction": 0.5}),
     "bf16-mixed": (BF16, {"update_on": MIXED}),
+    "fp16-mixed": (torch.float16, {"update_on": MIXED}),
     "int8-.5": (BF16, {"offload_fraction": 0.5, "moments": "int8"}),
 }
 

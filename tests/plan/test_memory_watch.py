@@ -29,8 +29,8 @@ class Played:
     peak, what is lost between that, and what other processes hold.
     """
 
-    def __init__(self, demand: Curve, fragments: Curve, others: Curve, total: int) -> None:
-        self.demand, self.fragments, self.others, self.total = demand, fragments, others, total
+    def __init__(self, demand: Curve, fragments: Curve, others: Curve) -> None:
+        self.demand, self.fragments, self.others = demand, fragments, others
         self.watch, self.own, self.steps = MemoryWatch(), GIB, 0
         self.reserved = self.peak = self.retries = 0
         self.history: list[int] = []
@@ -40,7 +40,7 @@ class Played:
 
     def step(self) -> None:
         self.steps = n = self.steps + 1
-        limit = self.total - int(self.others(n) * GIB)
+        limit = TOTAL - int(self.others(n) * GIB)
         allocated = int(self.demand(n) * GIB) + self.own
         assert allocated <= limit, f"out of memory in step {n}"
         wanted = allocated + int(self.fragments(n) * GIB)
@@ -52,7 +52,7 @@ class Played:
         self.peak = max(self.peak, allocated)
         if self.watch.observe(n, self.figures(), self.own):
             free = max(0, limit - self.reserved)
-            allowed = self.watch.decide(n, free, self.total, self.own)
+            allowed = self.watch.decide(n, free, TOTAL, self.own)
             if allowed is not None and allowed != self.own:
                 # Half of what the job has allocated at its peak is cached between steps.
                 cached = max(0, self.reserved - self.own - int(self.demand(n) * GIB) // 2)
@@ -67,9 +67,8 @@ def played(
     demand: Curve = lambda n: JOB / GIB,
     fragments: Curve = lambda n: 0,
     others: Curve = lambda n: 0,
-    total: int = TOTAL,
 ) -> Played:
-    job = Played(demand, fragments, others, total)
+    job = Played(demand, fragments, others)
     for _ in range(steps):
         job.step()
     return job
@@ -155,8 +154,3 @@ def test_memory_that_another_process_takes_is_left_to_it() -> None:
     job = played(AWAY_STEPS, others=lambda n: 1.5 * (n > 20))
     assert after(job, AWAY_STEPS - 1) == TOTAL - JOB - MARGIN
     assert job.own == TOTAL - JOB - MARGIN - 3 * GIB // 2
-
-
-def test_a_smaller_device_or_a_cap() -> None:
-    total = 44 * GIB
-    assert played(20, total=total).own == total - JOB - margin_bytes(total)

@@ -60,11 +60,6 @@ def test_the_first_updates_are_of_what_was_fetched_ahead(
     assert fetched_first(order, staying, slots) == ahead + rest
 
 
-def test_the_head_of_the_model_overtakes_as_soon_as_its_gradients_are_there() -> None:
-    ready_ms = [10.0 - i for i in range(10)]
-    assert deadline_order(ready_ms, range(10), [2.0] * 10) == (9, 7, 5, 3, 1, 0, 2, 4, 6, 8)
-
-
 @given(st.integers(0, 500), st.integers(1, 64))
 def test_a_ring_is_gone_round_in_as_few_rounds_as_with_all_slots(buckets: int, most: int) -> None:
     size = ring_size(buckets, most)
