@@ -343,5 +343,4 @@ def _of_checkpoint(
         written[fqn] = _written(fqn, tensors[fqn], wanted if is_weight else None)
         if written[fqn].dtype == dtype:
             del keys[fqn][1:]
-
     return Source(written, tensors, lambda i: [*read_values(reader, keys[i.fqn][:2]).values()])

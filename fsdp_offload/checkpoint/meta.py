@@ -61,11 +61,13 @@ def make_buffers(models: Sequence[nn.Module], saved: Collection[str]) -> None:
             ]
     try:
         for module, name, buffer in before:
-            setattr(module, name, _unset(buffer, device))
+            made = torch.empty_like(buffer, device=device, memory_format=torch.contiguous_format)
+            as_bytes(made).fill_(255)  # NaN, or -1: unset
+            setattr(module, name, made)
         for module in dict.fromkeys(module for module, _, _ in before):
             _initialise(module, arounds[module])
-        without = [names[b][0] for module, n, b in before if _is_unset(getattr(module, n))]
-        if without:
+        found = [(names[b][0], getattr(module, name).contiguous()) for module, name, b in before]
+        if without := [fqn for fqn, made in found if as_bytes(made).eq(255).all()]:
             raise UnsupportedParameterError(
                 f"buffers {some(without)} on the meta device",
                 reason="checkpoints lack them (persistent=False), and their modules do not "
@@ -85,14 +87,3 @@ def _initialise(module: nn.Module, around: Any) -> None:
     if all(parameter.is_meta for parameter in module.parameters(recurse=False)):
         reset = around and functools.partial(around._init_weights, module)
         getattr(module, "reset_parameters", reset or (lambda: None))()
-
-
-def _unset(buffer: Tensor, device: torch.device) -> Tensor:
-    """Make a tensor like ``buffer`` with all bits set: NaN, or -1."""
-    made = torch.empty_like(buffer, device=device, memory_format=torch.contiguous_format)
-    as_bytes(made).fill_(255)
-    return made
-
-
-def _is_unset(buffer: Tensor) -> bool:
-    return bool(as_bytes(buffer.contiguous()).eq(255).all())
