@@ -276,7 +276,9 @@ def _of_model(model: nn.Module, optimizer: Optimizer | None, wanted: torch.dtype
         _check_dense(fqn, owner)
         written[fqn] = _written(fqn, held, wanted if fqn in parameters else None)
         # Placed like the parameter, which alone may tell where its shard was cut.
-        masters = [value for name, value in state.get(owner, {}).items() if name in _MASTERS]
+        # Other classes may have an entry of a master's name.
+        entries = [value for name, value in state.get(owner, {}).items() if name in _MASTERS]
+        masters = [e for e in entries if isinstance(e, Tensor) and e.shape == owner.shape]
         chunked[fqn] = [dtensor.like(owner, dtensor.local(held)), *masters]
     wait_for([model])
     weights = {fqn: tensors[0] for fqn, tensors in chunked.items()}
@@ -341,5 +343,4 @@ def _of_checkpoint(
         written[fqn] = _written(fqn, tensors[fqn], wanted if is_weight else None)
         if written[fqn].dtype == dtype:
             del keys[fqn][1:]
-
     return Source(written, tensors, lambda i: [*read_values(reader, keys[i.fqn][:2]).values()])

@@ -48,34 +48,38 @@ def make_buffers(models: Sequence[nn.Module], saved: Collection[str]) -> None:
     """
     device, names = device_of(models) or default_device(), dtensor.saved_names(models)
     before: list[tuple[nn.Module, str, Tensor]] = []
-    without: list[str] = []
+    arounds: dict[nn.Module, Any] = {}  # the Hugging Face model around each module
     for model in models:
-        models_around: dict[str, Any] = {"": None}
+        paths: dict[str, Any] = {"": None}
         for path, module in model.named_modules():
-            around = models_around[path.rpartition(".")[0]]
-            models_around[path] = around = module if hasattr(module, "_init_weights") else around
-            buffers = {
-                name: buffer
+            around = module if hasattr(module, "_init_weights") else paths[path.rpartition(".")[0]]
+            paths[path] = arounds[module] = around
+            before += [
+                (module, name, buffer)
                 for name, buffer in module.named_buffers(recurse=False)
                 if buffer.is_meta and buffer.numel() and names[buffer][0] not in saved
-            }
-            before += [(module, name, buffer) for name, buffer in buffers.items()]
-            for name, buffer in buffers.items():
-                setattr(module, name, _unset(buffer, device))
-            if buffers:
-                _initialise(module, around)
-            without += [names[b][0] for n, b in buffers.items() if _is_unset(getattr(module, n))]
-    if without:
+            ]
+    try:
+        for module, name, buffer in before:
+            made = torch.empty_like(buffer, device=device, memory_format=torch.contiguous_format)
+            as_bytes(made).fill_(255)  # NaN, or -1: unset
+            setattr(module, name, made)
+        for module in dict.fromkeys(module for module, _, _ in before):
+            _initialise(module, arounds[module])
+        found = [(names[b][0], getattr(module, name).contiguous()) for module, name, b in before]
+        if without := [fqn for fqn, made in found if as_bytes(made).eq(255).all()]:
+            raise UnsupportedParameterError(
+                f"buffers {some(without)} on the meta device",
+                reason="checkpoints lack them (persistent=False), and their modules do not "
+                "initialise them",
+                remedy="initialise them in reset_parameters() of their modules, or build "
+                "the model with real buffers, such as under "
+                "accelerate.init_empty_weights()",
+            )
+    except BaseException:  # a later load would take them for initialised
         for module, name, buffer in before:
             setattr(module, name, buffer)
-        raise UnsupportedParameterError(
-            f"buffers {some(without)} on the meta device",
-            reason="checkpoints lack them (persistent=False), and their modules do not "
-            "initialise them",
-            remedy="initialise them in reset_parameters() of their modules, or build "
-            "the model with real buffers, such as under "
-            "accelerate.init_empty_weights()",
-        )
+        raise
 
 
 def _initialise(module: nn.Module, around: Any) -> None:
@@ -83,14 +87,3 @@ def _initialise(module: nn.Module, around: Any) -> None:
     if all(parameter.is_meta for parameter in module.parameters(recurse=False)):
         reset = around and functools.partial(around._init_weights, module)
         getattr(module, "reset_parameters", reset or (lambda: None))()
-
-
-def _unset(buffer: Tensor, device: torch.device) -> Tensor:
-    """Make a tensor like ``buffer`` with all bits set: NaN, or -1."""
-    made = torch.empty_like(buffer, device=device, memory_format=torch.contiguous_format)
-    as_bytes(made).fill_(255)
-    return made
-
-
-def _is_unset(buffer: Tensor) -> bool:
-    return bool(as_bytes(buffer.contiguous()).eq(255).all())

@@ -269,8 +269,8 @@ class JobLoadPlanner(FlatLoadPlanner):
             weight.copy_(master)
         options = StateDictOptions(strict=False)
         for model in self._models:
-            mine = weights_of([model])
-            set_model_state_dict(model, {f: self._weights[f] for f in mine}, options=options)
+            if mine := {fqn: self._weights[fqn] for fqn in weights_of([model])}:
+                set_model_state_dict(model, mine, options=options)
             if self._optimizer is None:
                 # The weights were read in place before, so the optimizer has seen no change.
                 tell_loaded(model)
@@ -296,7 +296,7 @@ class JobLoadPlanner(FlatLoadPlanner):
 
     def _plan_weights(self) -> None:
         found, stored = self._found, self._stored
-        if not found.weights:
+        if self._weights and not found.weights:
             raise CheckpointError(
                 f"{self._reader.path}",
                 reason="it has no weight of this model under the usual or the given prefix",

@@ -142,7 +142,9 @@ class Reader(FileSystemReader):
                     foreign.append(request)
                     targets.pop(request, None)  # torch's reader commits this one
                 elif request.type is LoadItemType.BYTE_IO:
-                    planner.load_bytes(request, io.BytesIO(file.whole(info)))
+                    data = bytearray(info.length)
+                    file.read(info, 0, memoryview(data))
+                    planner.load_bytes(request, io.BytesIO(data))
                 else:
                     jobs += _tensor_jobs(file, info, self._box(request), targets[request])
             run_all(jobs, threads=self._threads, text="loading")
@@ -318,12 +320,6 @@ class _File:
     descriptor: int
     block_bytes: int
     checksums: dict[int, Checksums]
-
-    def whole(self, info: _StorageInfo) -> bytes:
-        """Read a whole item, verified."""
-        data = bytearray(info.length)
-        self.read(info, 0, memoryview(data))
-        return bytes(data)
 
     def read(self, info: _StorageInfo, start: int, into: memoryview) -> None:
         """Fill ``into`` with bytes of an item from ``start``, verified if it has checksums.

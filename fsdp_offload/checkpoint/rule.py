@@ -174,7 +174,8 @@ def find_layout(
     """
     known = set(keys)
     start = MODEL_PREFIX if model_prefix is None else model_prefix
-    model = start if any(start + fqn in known for fqn in fqns) else None
+    # A rank of a pipeline may hold nothing: to it, all weights of the checkpoint are unknown.
+    model = start if not fqns or any(start + fqn in known for fqn in fqns) else None
     owners = {key.rpartition(".")[0] for key in known}
     prefixes = OPTIMIZER_PREFIXES if optimizer_prefix is None else (optimizer_prefix,)
     for inner in ("", "module."):

@@ -245,7 +245,10 @@ def weights_of(models: Sequence[nn.Module]) -> dict[str, Any]:
     """
     weights: dict[str, Any] = {}
     for model in models:
-        found = {f: _in_memory(v) for f, v in get_model_state_dict(model).items()}
+        # torch raises for a model without any state, which a rank of a pipeline may have.
+        is_empty = next(model.parameters(), None) is None and not model.state_dict()
+        state = {} if is_empty else get_model_state_dict(model)
+        found = {fqn: _in_memory(value) for fqn, value in state.items()}
         if twice := sorted(weights.keys() & found.keys()):
             raise same_names(twice)
         weights.update(found)
@@ -280,7 +283,7 @@ def collect(
         names = names_of(models, optimizer)
         others = {found[0] for p, found in names.items() if not dtensor.is_first(p)}
         for key, value in pack(models, optimizer, for_writing=False).items():
-            owner = key.removeprefix(GROUPS).removeprefix(STATE).rpartition(".")[0]
+            owner = key.partition(".")[2].rpartition(".")[0]
             if isinstance(value, DTensor) or owner not in others:
                 state[f"optim.{key}"] = value
     if extra is not None:

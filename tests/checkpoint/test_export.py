@@ -246,6 +246,18 @@ def test_weights_without_a_master_are_converted_and_buffers_are_not(
     assert not plain.state
 
 
+def test_state_of_another_shape_is_no_master(tmp_path: Path) -> None:
+    model = Net(torch.bfloat16)
+    plain = torch.optim.SGD(model.parameters())
+    for parameter in model.parameters():
+        plain.state[parameter]["master"] = torch.ones(1, 1, 1)
+
+    found = exported(tmp_path / "out", model, optimizer=plain, dtype="fp32")
+
+    for name, parameter in model.named_parameters():
+        assert_same(found[name], parameter.detach().float())
+
+
 def refused(
     error: type[OffloadError], match: str, folder: Path, *args: Any, **settings: Any
 ) -> None:

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_offload import OptimizerState, checkpoint
 from fsdp_offload.core.errors import CheckpointError, OffloadError, StateDictError
+from tests.checkpoint.jobs import Ranks
 from tests.checkpoint.test_saving import Pair, layers, pair_of, step, values_of
 from tests.fsdp import models
 from tests.helpers.compare import assert_same
@@ -274,3 +276,34 @@ def test_a_module_without_parameters_is_saved(tmp_path: Path, later: bool) -> No
     checkpoint.load(tmp_path / "one", loading)
 
     assert loading.get_buffer("scale").tolist() == [1.0, 2.0]
+
+
+class Stage(nn.Module):
+    """Only the first rank has weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if dist.get_rank() == 0:
+            self.weight = nn.Parameter(torch.ones(3))
+
+
+def save_and_load_stages(path: Path) -> None:
+    stage = Stage()
+    checkpoint.save(path, stage)
+    for parameter in stage.parameters():
+        parameter.data.zero_()
+    checkpoint.load(path, stage)
+    assert all(parameter.tolist() == [1.0] * 3 for parameter in stage.parameters())
+
+
+def test_a_rank_without_weights_saves_and_loads_like_others(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(save_and_load_stages, tmp_path / "one")
+
+
+@pytest.mark.parametrize("empty", [[], nn.ReLU()])
+def test_weights_that_no_rank_has_are_refused_by_an_empty_model(tmp_path: Path, empty: Any) -> None:
+    checkpoint.save(tmp_path / "one", nn.Linear(2, 2))
+    with pytest.raises(CheckpointError, match=r"lacks model\.bias, model\.weight"):
+        checkpoint.load(tmp_path / "one", empty)
+    checkpoint.save(tmp_path / "none", empty, extra={"step": 1})
+    assert checkpoint.load(tmp_path / "none", empty) == {"step": 1}

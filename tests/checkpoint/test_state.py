@@ -137,6 +137,19 @@ def left_to_plan() -> list[str]:
     return [key for key, value in optim.items() if not isinstance(value, DTensor)]
 
 
+def test_a_module_named_state_keeps_its_options() -> None:
+    """Where another parameter has its name without ``state.``, and another first rank."""
+    model = nn.ModuleDict({"state": nn.Linear(2, 2, bias=False), "up": nn.Linear(2, 2)})
+    model.register_parameter("weight", nn.Parameter(torch.ones(2)))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    with mock.patch("fsdp_offload.core.dtensor.is_first", lambda p: p is not model.weight):
+        keys = collect([model], optimizer, None)
+
+    assert "optim.param_groups.state.weight.lr" in keys
+    assert "optim.param_groups.weight.lr" not in keys
+
+
 def test_options_and_step_counts_are_planned_by_one_rank(ranks: Ranks) -> None:
     """All ranks have the same, and plans travel to the coordinator."""
     first, second = ranks(2).run(left_to_plan)
