@@ -86,7 +86,7 @@ def read_folder(path: Path) -> Metadata | None:
         ``None`` if the folder has no such file.
 
     Raises:
-        CheckpointError: the folder has several models, or its index names files elsewhere.
+        CheckpointError: the folder has several models, or a tensor of a dtype unknown to torch.
         CheckpointCorruptError: a file is missing, or not what its header says.
     """
     files = _files_of(path)
@@ -139,10 +139,19 @@ def _tensors_of(file: Path) -> dict[str, tuple[Tensor, int]]:
         table.pop("__metadata__", None)
         for name, entry in table.items():
             first, last = entry["data_offsets"]
-            tensor = torch.empty(entry["shape"], dtype=dtypes[entry["dtype"]], device="meta")
+            code = str(entry["dtype"])
+            if code not in dtypes:
+                raise CheckpointError(
+                    f"{name} of dtype {code} in {file}",
+                    reason="no dtype of torch is known for it",
+                    remedy="convert it to BF16 with the program that wrote it",
+                )
+            tensor = torch.empty(entry["shape"], dtype=dtypes[code], device="meta")
             if first < 0 or last - first != tensor.nbytes:
                 raise ValueError(f"{name} has {last - first} bytes from {first} on")
             tensors[name] = tensor, 8 + nbytes + first
+    except CheckpointError:
+        raise
     except FileNotFoundError:
         raise corrupt(file, "it is missing") from None
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
