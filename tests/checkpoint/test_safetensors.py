@@ -354,7 +354,7 @@ def test_changed_files_are_corrupt(tmp_path: Path, name: str) -> None:
 def test_a_dtype_that_torch_has_not_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "folder", weights(), files=2)
     entry(dtype="F4")(folder)
-    with pytest.raises(CheckpointError, match="embed.weight of dtype F4 .*BF16") as raised:
+    with pytest.raises(CheckpointError, match=r"embed\.weight of dtype F4 .*BF16") as raised:
         checkpoint.load(folder, on_meta())
     assert not isinstance(raised.value, CheckpointCorruptError)
 
