@@ -83,8 +83,10 @@ def weights_loaded(pair: Pair, rng: random.Random) -> None:
         return  # masters that were loaded belong to weights that are loaded next
     generator, weights = generator_of(rng), {}
     for name, parameter in pair.model.named_parameters():
-        piece = torch.rand(local(parameter).shape, generator=generator) + 0.1
-        weights[name] = like(parameter, piece.to(parameter.dtype))
+        now = local(parameter)
+        piece = (torch.rand(now.shape, generator=generator) + 0.1).to(parameter.dtype)
+        # A weight that a load leaves as it is may keep a master that rounds to it.
+        weights[name] = like(parameter, torch.where(piece == now, piece + 1, piece))
     for model in (pair.model, pair.twin):
         model.load_state_dict(weights)
     pair.reseed()
