@@ -142,7 +142,6 @@ def main(argv: Sequence[str] | None = None) -> Row:
     with machine.process_group(options.device) as device:
         job = Job.of(argparse.Namespace(**vars(options), checkpointed=True))
         link: Row = machine.measure_link(device, 5) if device.type == "cuda" else {}
-        machine.free_everything(device)
         if dist.get_rank() == 0 and not any(options.folder.iterdir()):
             write_weights(options.folder, job, device)
         dist.barrier()

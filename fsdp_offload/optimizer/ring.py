@@ -92,8 +92,7 @@ class Ring:
         self._work: Work | None = None  # of an iteration that may have buckets to enqueue
         self._start: Event | None = None  # see run()
         self._waited = set[Event]()  # events of gradients that updates of this iteration wait for
-        # Updates in the device's queues: the bucket, its iteration, and the bytes of its gradients.
-        self._waiting = deque[tuple[Event, RingBucket, int, int]]()
+        self._waiting = deque[tuple[Event, RingBucket, int]]()  # updates in the device's queues
         self._iteration = 0
         self._unread: Counter[int] = Counter()  # per parameter, buckets that may read its gradient
         self.is_busy = False  # whether updates are being enqueued now
@@ -333,8 +332,8 @@ class Ring:
     def wait_for_updates(self, most_bytes: int) -> None:
         """Block until gradients whose updates have not run take ``most_bytes`` at most."""
         n_bytes = 0
-        for event, *_, gradient_bytes in reversed(self._waiting):
-            n_bytes += gradient_bytes
+        for event, bucket, _ in reversed(self._waiting):
+            n_bytes += bucket.gradient_bytes
             if n_bytes > most_bytes:
                 event.synchronize()
                 break
@@ -343,7 +342,7 @@ class Ring:
     def _release(self) -> None:
         """Forget updates that have run, and in backward their gradients."""
         while self._waiting and self._waiting[0][0].query():
-            _, bucket, iteration, _ = self._waiting.popleft()
+            _, bucket, iteration = self._waiting.popleft()
             if self._work is None or iteration != self._iteration or self.overlap != "backward":
                 continue
             for index in bucket.indices:
@@ -410,8 +409,7 @@ class Ring:
         bucket.updated, bucket.passed_at = update.record(), self._head
         for each in filled:
             each.free = each.arrived = bucket.updated
-        gradient_bytes = sum(each.nbytes for each in gradients if each is not None)
-        self._waiting.append((bucket.updated, bucket, self._iteration, gradient_bytes))
+        self._waiting.append((bucket.updated, bucket, self._iteration))
         for block in bucket.blocks:
             block.changed(bucket.updated)
         if leaving := bucket.blocks[slot is None :]:

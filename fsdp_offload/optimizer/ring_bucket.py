@@ -53,6 +53,8 @@ class RingBucket:
         self._make_update: Callable[..., BucketUpdate] | None = functools.partial(
             BucketUpdate, optimizer, bucket, params, scratch=scratch
         )
+        # All parameters of a bucket have one dtype, and so have their gradients.
+        self.gradient_bytes = first.info.dtype.itemsize * sum(s.numel for s in bucket.slices)
         self.is_gathered = False
         """Whether its weights were in slots of gathers at its last update: they need no fetch."""
         self.updated: Event | None = None
