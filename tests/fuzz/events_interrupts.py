@@ -177,6 +177,8 @@ def _enter(pair: Pair, rng: random.Random, kind: str, place: str, call: Callable
     enters = _second_thread if kind == "second thread" else _handler
     with enters(pair, entry, rng.randint(1, LINES[place])) as stop:
         call()
+    if not stop.place:  # too few lines; on another rank it may have come, and ranks must agree
+        entry()
     pair.say(f"{kind} at {stop.place or 'no line'}")
     pair.count(kind, f"in {place}" if stop.place else "nowhere")
     return entry
