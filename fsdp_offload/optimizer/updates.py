@@ -444,21 +444,20 @@ class Updates:
             return
         with self.life.turn("close()"):
             self.drain_quietly()
-            self._bring_back()
+            if self.weights is not None:  # state, which goes anyway, makes room for them
+                with contextlib.suppress(Exception):  # after a failure
+                    self.reserved.engine.ring.fit(0, self.steps)
+            self._give_back()
             self.life.close()
             if not self.steps_itself:
                 self.view.shown.clear()
-            self._give_back()
-
-    def _bring_back(self) -> None:
-        if self.gradients is not None:
-            self.gradients.close()
-        if self.weights is not None:
-            self.weights.close()
-        self.gradients = self.weights = None
 
     def _give_back(self) -> None:
-        self._bring_back()
+        if self.gradients is not None:
+            self.gradients.close()
+        if self.weights is not None:  # first, because it may raise
+            self.weights.close()
+        self.gradients = self.weights = None
         if self.overlap is not None:
             self.overlap.unwatch()
             self.overlap.clear_spent()

@@ -699,6 +699,36 @@ def hold_no_copies() -> None:
     optimizer.close()
 
 
+def close_on_a_full_device() -> None:
+    """State makes room for weights that come back; without room, training goes on."""
+    model, reference = build(dist.get_world_size()), build(dist.get_world_size())
+    optimizer, plain = wrap(model), adamw(reference)
+    ring = optimizer._updates.reserved.engine.ring
+    spare = sum(ring.sizes.values()) * 3 // 4
+    step(model, optimizer, 0)
+    ring.fit(spare, 1)
+    check(len(ring.staying) > 0, "state stays")
+    allocate = CpuBackend.allocate
+
+    def full(backend: Any, n_bytes: int) -> Tensor:
+        raise torch.OutOfMemoryError("full")
+
+    def shared(backend: Any, n_bytes: int) -> Tensor:
+        return (full if ring.staying else allocate)(backend, n_bytes)
+
+    with mock.patch.object(CpuBackend, "allocate", full), pytest.raises(DeviceMemoryError):
+        optimizer.close()
+    check(any(away(model)), "as before")
+    step(model, optimizer, 1)
+    ring.fit(spare, 100)
+    check(len(ring.staying) > 0, "state stays again")
+    with mock.patch.object(CpuBackend, "allocate", shared):
+        optimizer.close()
+    for index in range(2):
+        step(reference, plain, index)
+    compare(model, reference, "after close()")
+
+
 def copy_parameters() -> None:
     model = build(dist.get_world_size())
     reference = build(dist.get_world_size())
@@ -714,7 +744,8 @@ def copy_parameters() -> None:
     ("job", "arguments"),
     [
         *((job, ()) for job in (unfreeze, refuse, fork)),
-        *((job, ()) for job in (refuse_a_small_device, delete_what_refers_to_itself)),
+        *((job, ()) for job in (refuse_a_small_device, close_on_a_full_device)),
+        (delete_what_refers_to_itself, ()),
         *((job, ()) for job in (fetch_again, hold_no_copies, copy_parameters)),
         *((delete, (by,)) for by in ("optimizer", "model")),
         *((offload_in_phases, (params,)) for params in ("save", "keep")),
