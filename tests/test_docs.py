@@ -117,13 +117,14 @@ def test_the_chart_takes_the_newest_row(tmp_path: Path) -> None:
 
     first = report(plain=64.0, forward_torchclip_all_d0=13.0, default_torchclip=70.0)
     second = report(forward_torchclip_all_d0=12.0, backward_all_c8GiB=20.0, compute=30.0)
+    second["rows"] += report(backward_all_bf16_c8GiB=19.0)["rows"]
     slow = report(70.0, forward_torchclip_all_d0=11.0)
     found = {"2026-11-27_a": second, "2026-11-26_b": first, "2026-11-28": slow}
     for name, report_ in found.items():
         (tmp_path / f"whole_h100_{name}.json").write_text(json.dumps(report_))
     reports = chart["reports"](tmp_path)
     gib = {key: [p.gib for p in some] for key, some in chart["points"](reports).items()}
-    assert gib == {"clip": [12.0, 70.0], "none": [20.0], "plain": [64.0]}
+    assert gib == {"clip": [12.0, 70.0], "none": [20.0], "bf16": [19.0], "plain": [64.0]}
     gain = chart["gain"](reports)
     assert "needs 12 GiB, with activations (`device_memory=0`), and 103 GiB of CPU memory." in gain
     assert "trains 8,200 tokens per second" in gain

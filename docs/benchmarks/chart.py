@@ -19,17 +19,18 @@ from svg import WIDTH, Picture
 FOLDER = Path(__file__).resolve().parent
 README = FOLDER.parents[1] / "README.md"
 PATTERNS = ("whole_h100_*.json", "iteration_h100_*_7.9G_*.json")
-OURS = r"(default|forward|step|backward)(-(torchclip|clip|all|d\w+|c\d\w+|again))*"
+OURS = r"(default|forward|step|backward)(-(torchclip|clip|bf16|all|d\w+|c\d\w+|again))*"
 LEAST_GBPS = 82
 """Both ways at once. Times of machines with slower links are not comparable."""
 CURVES = {
     "clip": ("this package, clipping", "blue"),
     "none": ("this package, no clipping", "green"),
+    "bf16": ('this package, moments="bf16", no clipping', "violet"),
 }
 PEERS = {
     "plain": ("AdamW, no fp32 master", "grey"),
     "torchao": ("torchao CPUOffloadOptimizer, no fp32 master, no clipping", "orange"),
-    "cpuoffload": ("FSDP2 CPUOffloadPolicy, no fp32 master", "violet"),
+    "cpuoffload": ("FSDP2 CPUOffloadPolicy, no fp32 master", "red"),
 }
 BYTES_OF_ADAMW, BYTES_ON_HOST = 16, 14
 """Weight and gradient in bf16, master and two moments in fp32; weight and master share two."""
@@ -62,7 +63,7 @@ def points(found: list[dict[str, Any]]) -> dict[str, list[Point]]:
             continue
         key = name.partition("-")[0]
         if re.fullmatch(OURS, name):
-            key = "clip" if "clip" in name else "none"
+            key = next((word for word in ("clip", "bf16") if word in name), "none")
         elif key not in PEERS:
             continue
         point = Point(row["device_peak_gib"], row["iteration_ms"], name)
