@@ -121,7 +121,6 @@ def run(job: Job, device: torch.device, options: argparse.Namespace) -> Row:
     row["host_gib"] = sum(getattr(figures, name) for name in names) / GIB
     row["process_peak_gib"] = (most[0] - before) / GIB
     row |= {"moved_bytes": figures.moved_bytes, "fetched_bytes": figures.fetched_bytes}
-    wrapped[0].close()
     return machine.merged(row) | {"status": "ok"}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -28,6 +29,7 @@ from tests.fsdp import models
 from tests.fsdp.models import Ranks, check, check_same
 from tests.fsdp.test_overlap import loss_of
 from tests.fsdp.test_whole_model import build, compare, fail_in_backward, twice, wrap
+from tests.helpers.covering import covering
 
 FP32, BF16 = torch.float32, torch.bfloat16
 STEPS = 4
@@ -176,8 +178,9 @@ def train_both(
     optimizer.close()
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("between", [*BETWEEN, *OURS])
+@pytest.mark.parametrize(
+    ("size", "between"), covering(itertools.product((1, 2), [*BETWEEN, *OURS]))
+)
 def test_training_has_the_same_bits(ranks: Ranks, size: int, between: str) -> None:
     ranks(size).run(train_both, size, between)
 
@@ -208,7 +211,13 @@ def test_training_in_many_ways_has_the_same_bits(ranks: Ranks, case: str) -> Non
     ranks(2).run(train_both, 2, **CASES[case])
 
 
-@pytest.mark.parametrize("how", [{"hybrid": True}, {"hybrid": True, "dtype": BF16, "micro": 2}])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param({"hybrid": True}, marks=pytest.mark.long),
+        {"hybrid": True, "dtype": BF16, "micro": 2},
+    ],
+)
 def test_training_on_four_ranks_has_the_same_bits(ranks: Ranks, how: dict[str, Any]) -> None:
     ranks(4).run(train_both, 4, "clip", **how)
 

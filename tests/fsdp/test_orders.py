@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from fsdp_offload.optimizer import overlap
 from tests.fsdp import models
 from tests.fsdp.models import Ranks, check
 from tests.helpers.compare import bits
+from tests.helpers.covering import covering
 from tests.helpers.simulator import StreamSimulator
 
 STEPS = 5
@@ -124,8 +126,7 @@ def compare(order: str) -> None:
         check(all(same), f"other bits of {order} with {mode}")
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("order", "size"), covering(itertools.product(ORDERS, (1, 2))))
 def test_the_bits_are_those_of_plain_fsdp2(ranks: Ranks, order: str, size: int) -> None:
     ranks(size).run(compare, order)
 
@@ -270,9 +271,10 @@ def replay(policy: str, mode: str, first: int) -> None:
         optimizer.close()
 
 
-@pytest.mark.parametrize("first", [0, 2])
-@pytest.mark.parametrize("mode", ["forward", "backward"])
-@pytest.mark.parametrize("policy", ["lazy", "eager"])
+@pytest.mark.parametrize(
+    ("policy", "mode", "first"),
+    covering(itertools.product(("lazy", "eager"), ("forward", "backward"), (0, 2))),
+)
 def test_a_capture_turns_the_optimizer_to_step(
     ranks: Ranks, policy: str, mode: str, first: int
 ) -> None:

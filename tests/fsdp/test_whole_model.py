@@ -48,6 +48,7 @@ from tests.fsdp.models import Ranks, check, check_same
 from tests.fsdp.test_gated import READERS, as_parts
 from tests.fsdp.test_gated import same as same_parts
 from tests.fsdp.test_overlap import SETTINGS, loss_of, mesh_of
+from tests.helpers.covering import covering
 
 FP32, BF16 = torch.float32, torch.bfloat16
 STEPS = 4
@@ -229,9 +230,9 @@ def train_both(
         check(evaluate(mine, 0) == evaluate(plain, 0), "a forward after close()")
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("freezes", [False, True])
-@pytest.mark.parametrize("between", list(BETWEEN))
+@pytest.mark.parametrize(
+    ("between", "freezes", "size"), covering(itertools.product(BETWEEN, (False, True), (1, 2)))
+)
 def test_training_has_the_same_bits(ranks: Ranks, between: str, freezes: bool, size: int) -> None:
     ranks(size).run(train_both, size, between, freezes=freezes)
 
@@ -268,9 +269,9 @@ def test_training_in_many_ways_has_the_same_bits(ranks: Ranks, case: str) -> Non
 @pytest.mark.parametrize(
     "how",
     [
-        {"hybrid": True},
+        pytest.param({"hybrid": True}, marks=pytest.mark.long),
         {"reshard_after_forward": 2},
-        {"hybrid": True, "dtype": BF16},
+        pytest.param({"hybrid": True, "dtype": BF16}, marks=pytest.mark.long),
         {"hybrid": True, "dtype": torch.float16, "overlap": "backward"},
     ],
 )
@@ -299,8 +300,7 @@ def count_fetches(freezes: bool) -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("freezes", [False, True])
+@pytest.mark.parametrize(("freezes", "size"), covering(itertools.product((False, True), (1, 2))))
 def test_weights_are_fetched_ahead(ranks: Ranks, freezes: bool, size: int) -> None:
     ranks(size).run(count_fetches, freezes)
 
@@ -357,7 +357,7 @@ def ways(names: Any) -> list[tuple[str, str]]:
     return [(n, w) for n in names for w in WAYS if n not in IN_FP32 or "dtype" not in WAYS[w]]
 
 
-@pytest.mark.parametrize(("name", "way"), ways(READERS))
+@pytest.mark.parametrize(("name", "way"), covering(ways(READERS)))
 def test_every_reader_gets_values_and_every_writer_is_heard(
     ranks: Ranks, name: str, way: str
 ) -> None:
@@ -463,8 +463,10 @@ def change(name: str, folder: str, early: bool, way: str) -> None:
             seen.append(step(model, optimizer, 2))
 
 
-@pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize(("name", "way"), ways(CHANGES))
+@pytest.mark.parametrize(
+    ("name", "way", "early"),
+    covering((*each, early) for each in ways(CHANGES) for early in (False, True)),
+)
 def test_state_dicts_and_loads(
     ranks: Ranks, name: str, way: str, early: bool, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ from tests.fsdp.test_gated import as_parts
 from tests.fsdp.test_gated import same as same_parts
 from tests.fsdp.test_overlap import loss_of, mesh_of
 from tests.fsdp.test_whole_model import away, both, build, evaluate, sharded, step, whole, wrap
+from tests.helpers.covering import covering
 from tests.helpers.simulator import StreamSimulator
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -112,8 +114,7 @@ def train_two(freezes: bool, how: dict[str, Any]) -> None:
     check(not wrong, f"{wrong} of {len(found[0])}")
 
 
-@pytest.mark.parametrize("freezes", [False, True])
-@pytest.mark.parametrize("how", list(PAIRS))
+@pytest.mark.parametrize(("how", "freezes"), covering(itertools.product(PAIRS, (False, True))))
 def test_two_optimizers(ranks: Ranks, how: str, freezes: bool) -> None:
     ranks(2).run(train_two, freezes, PAIRS[how])
 
@@ -209,8 +210,7 @@ def at_once() -> Iterator[list[int]]:
         yield most
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("how", list(AVERAGES))
+@pytest.mark.parametrize(("how", "dtype"), covering(itertools.product(AVERAGES, (FP32, BF16))))
 def test_averages(ranks: Ranks, how: str, dtype: torch.dtype) -> None:
     ranks(2).run(average, how, dtype)
 
@@ -269,8 +269,10 @@ def fail(overlap: str, then: str) -> None:
     check(same_parts(*found), f"after a failure, {then}")
 
 
-@pytest.mark.parametrize("then", ["load", "close", "delete"])
-@pytest.mark.parametrize("overlap", ["step", "forward", "backward"])
+@pytest.mark.parametrize(
+    ("overlap", "then"),
+    covering(itertools.product(("step", "forward", "backward"), ("load", "close", "delete"))),
+)
 def test_a_failed_optimizer(ranks: Ranks, overlap: str, then: str) -> None:
     ranks(1).run(fail, overlap, then)
 
@@ -459,7 +461,9 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("how", "way"),
-    [(how, way) for how in SAVES for way in WAYS if way == "fp32" or not how.startswith("dcp")],
+    covering(
+        (how, way) for how in SAVES for way in WAYS if way == "fp32" or not how.startswith("dcp")
+    ),
 )
 def test_saves_and_loads(ranks: Ranks, how: str, way: str, tmp_path: Path) -> None:
     """torch's own saves use the group of the forward: on one rank, none waits for another."""

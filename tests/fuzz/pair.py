@@ -319,6 +319,15 @@ class Pair:
         self.unused -= set(self.order)
         self.has_loaded = False
         self.unrecorded -= {i for i in self.unrecorded if self.mine[i].requires_grad}
+        if not self.in_backward and self._torch_has_written():
+            self.zero_grad("wrapper")
+
+    def _torch_has_written(self) -> bool:
+        """Whether the step has changed gradients, as `foreach` of SGD with `nesterov` does: the
+        wrapped one's where nothing is converted. Another step would start from others."""
+        pairs = zip(self.carriers, self.theirs, strict=True)
+        given = [(c.grad, t.grad) for c, t in pairs if t.grad is not None]
+        return any(not torch.equal(local(mine).to(own.dtype), own) for mine, own in given)
 
     def plain_step(self) -> None:
         """The plain optimizer on the carriers' gradients; their shards follow."""
