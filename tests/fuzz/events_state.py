@@ -395,6 +395,9 @@ def _restore_plain(pair: Pair, saved: Saved, *, by_class: bool = False) -> None:
                     del group[name]
             pair.set_group(group, options)
     pair.has_loaded = True
+    if pair.is_spent:  # a load has dropped the wrapped one's
+        for carrier in pair.carriers:
+            carrier.grad = None
     pair.is_spent = False
 
 
