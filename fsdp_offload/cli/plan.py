@@ -65,15 +65,13 @@ def run(options: argparse.Namespace) -> int:
     found = estimate(model, work, memory_bytes, None if given == "auto" else parse_bytes(given))
     fewest = fewest_gpus(model, work, memory_bytes)
     link = options.link or (LINKS_GBPS.get(options.gpu) if options.gpus == 1 else None)
-    bounds = (
-        bounds_ms(found.travels_bytes, options.compute_ms, link)
-        if found.fits and options.compute_ms is not None and link is not None
-        else None
-    )
+    compute_ms, bounds = options.compute_ms or 0.0, None
+    if found.fits and link is not None:
+        forward_ms = compute_ms / (4 if work.checkpointed else 3)
+        sizes = found.out_bytes - found.gradients_away_bytes, found.gradients_away_bytes
+        bounds = bounds_ms(*sizes, forward_ms, compute_ms - forward_ms, link)
     if options.json:
-        figures = asdict(found) | {
-            name: getattr(found, name) for name in ("travels_bytes", "in_bytes", "out_bytes")
-        }
+        figures = asdict(found) | {n: getattr(found, n) for n in ("in_bytes", "out_bytes")}
         report = {"model": asdict(model), "work": asdict(work), "memory_bytes": memory_bytes}
         report |= {"fits": found.fits, "fewest_gpus": fewest, "estimate": figures}
         print(json.dumps(report | {"bounds_ms": bounds}, indent=1))
@@ -81,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     least = estimate(model, replace(work, offload="all"), memory_bytes, 0)
     print(sizes_text(model, work, options.gpu, memory_bytes, found))
     if found.fits:
-        print(f"time per iteration: {_time(found, bounds, link)}")
+        print(f"time per iteration: {_time(bounds, options.compute_ms, link)}")
     else:
         kept_bytes = memory_bytes + found.missing_bytes - found.peak_bytes
         print(
@@ -191,7 +189,7 @@ def sizes_text(model: Model, work: Workload, card: str, memory_bytes: int, found
         "page-locked memory": found.host_bytes,
     }
     if work.offload == "state":
-        sizes["moved each way, per iteration"] = found.travels_bytes
+        sizes["moved each way, per iteration"] = found.in_bytes
     else:
         sizes |= {
             "moved to the GPU, per iteration": found.in_bytes,
@@ -206,12 +204,10 @@ def sizes_text(model: Model, work: Workload, card: str, memory_bytes: int, found
     return "\n".join((head, *lines))
 
 
-def _time(found: Estimate, bounds: tuple[float, float] | None, link_gbps: float | None) -> str:
-    if link_gbps is None:
+def _time(bounds: dict[str, float] | None, compute_ms: float | None, link: float | None) -> str:
+    if bounds is None:
         return "unknown without --compute-ms and --link"
-    at = f"ms at {link_gbps:g} GB/s each way"
-    if bounds is not None:
-        return f"{bounds[0]:.0f} to {bounds[1]:.0f} {at}"
-    return (
-        f"at least {found.travels_bytes / (1e6 * link_gbps):.0f} {at}; give --compute-ms for bounds"
-    )
+    more = "; give --compute-ms for bounds"
+    if compute_ms is not None:
+        more = f', {bounds["backward"]:.0f} without clipping and with overlap="backward"'
+    return f"at least {bounds['forward']:.0f} ms at {link:g} GB/s each way{more}"

@@ -113,11 +113,6 @@ class Estimate:
         state = self.state_bytes - self.stays_bytes
         return state + self.gradients_away_bytes + self.weights_away_bytes
 
-    @property
-    def travels_bytes(self) -> float:
-        """Bytes per iteration in the busier direction."""
-        return max(self.in_bytes, self.out_bytes)
-
 
 def estimate(
     model: Model, work: Workload, memory_bytes: int, device_memory_bytes: float | None = None
@@ -187,16 +182,26 @@ def _stay(
     return min(weights, left), min(weights, max(0.0, left - weights)), lent
 
 
-def bounds_ms(travels_bytes: float, compute_ms: float, link_gbps: float) -> tuple[float, float]:
-    """Bound the time of an iteration: the transfers are hidden entirely, or not at all.
+def bounds_ms(
+    update_bytes: float,
+    gradient_bytes: float,
+    forward_ms: float,
+    backward_ms: float,
+    link_gbps: float,
+) -> dict[str, float]:
+    """Bound an iteration, by ``overlap=``: updates hide behind the forward or the backward.
 
     Args:
-        travels_bytes: bytes each way, both at the same time.
-        compute_ms: milliseconds of an iteration without transfers, update included.
+        update_bytes: state and weights, which travel each way for updates.
+        gradient_bytes: gradients that come back for them; with ``"backward"`` they do not leave.
+        forward_ms, backward_ms: if nothing travels.
         link_gbps: GB/s each way, while both directions are busy.
     """
-    link_ms = travels_bytes / (1e6 * link_gbps)
-    return max(compute_ms, link_ms), compute_ms + link_ms
+    return {
+        "forward": backward_ms
+        + max(forward_ms, (update_bytes + gradient_bytes) / (1e6 * link_gbps)),
+        "backward": forward_ms + max(backward_ms, update_bytes / (1e6 * link_gbps)),
+    }
 
 
 def _bare_peak(
