@@ -398,7 +398,7 @@ def _restore_plain(pair: Pair, saved: Saved, *, by_class: bool = False) -> None:
     if pair.is_spent:  # a load has dropped the wrapped one's
         for carrier in pair.carriers:
             carrier.grad = None
-    pair.is_spent = False
+    pair.is_spent = pair.has_taken = False
 
 
 @event(2, needs=lambda case: case.overlap == "backward")
