@@ -67,7 +67,8 @@ test: lint
 	$(BIN)/python -m pytest $(SPREAD)
 
 test-long: lint
-	$(BIN)/python -m pytest $(SPREAD) -m "(long or not long) and $(NO_GPU)"
+	$(BIN)/python -m pytest $(SPREAD) -o faulthandler_timeout=900 \
+		-m "(long or not long) and $(NO_GPU)"
 
 test-trainers: $(STAMP_TRAINERS)
 	$(BIN_TRAINERS)/python -m pytest $(SPREAD) tests/packages
