@@ -15,7 +15,7 @@ from fsdp_offload.optimizer.lifecycle import Lifecycle
 from fsdp_offload.optimizer.masters import Masters
 from fsdp_offload.optimizer.reservation import Reservation
 from fsdp_offload.optimizer.ring import Ring
-from fsdp_offload.optimizer.weights import Away
+from fsdp_offload.optimizer.weights import Away, Weights
 
 from .net import ModelError
 
@@ -71,6 +71,14 @@ def _for_handlers_too(turn: Call) -> Call:
     return planted
 
 
+def _without_copies(bring: Call) -> Call:
+    def planted(*args: Any) -> Any:
+        with mock.patch.object(weights, "copy_all"):
+            return bring(*args)
+
+    return planted
+
+
 def _nothing(call: Call) -> Call:
     return lambda *_, **__: None
 
@@ -87,7 +95,7 @@ PLANTS: Final[dict[str, tuple[object, str, Callable[[Call], Call]]]] = {
     "wrapped optimizer": (hybrid, "make_face", _nothing),
     "state that was fetched ahead is used after it was written": (Ring, "discard", _nothing),
     "masters do not follow weights before they are shown": (Masters, "follow_weights", _nothing),
-    "slots keep weights that were updated since": (weights, "age", lambda _: lambda _: 0),
+    "slots keep weights that were updated since": (Weights, "bring", _without_copies),
     "what is written into a copy of a weight is lost": (Away, "flush", _nothing),
 }
 """Whose function is replaced, and by what."""
