@@ -455,7 +455,7 @@ class Updates:
     def _give_back(self) -> None:
         if self.gradients is not None:
             self.gradients.close()
-        if self.weights is not None:  # first, because it may raise
+        if self.weights is not None:  # before the rest goes, because it may raise
             self.weights.close()
         self.gradients = self.weights = None
         if self.overlap is not None:
