@@ -133,8 +133,7 @@ def run_row(
     trainer = None
     try:
         trainer = make_trainer(case, job, batches[0][0].device)
-        counts = options.warm_up, options.iterations, options.micro_batches
-        row |= measure(trainer, batches, *counts)
+        row |= measure(trainer, batches, options.warm_up, options.iterations, options.micro_batches)
         if case.kind in OURS:
             figures = trainer.optimizer.statistics()
             names = "host_arena_bytes", "host_weight_bytes", "host_gradient_bytes"
@@ -164,8 +163,8 @@ def run(options: argparse.Namespace) -> int:
     os._exit(0)  # threads of gloo and of peers can abort the interpreter while it shuts down
 
 
-def run_rows(options: argparse.Namespace) -> Row:
-    """Run all rows; rank 0 prints each as it is done, then the table."""
+def run_rows(options: argparse.Namespace, kind: type[Job] = Job) -> Row:
+    """Run all rows of a ``kind`` of job; rank 0 prints each as it is done, then the table."""
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     # A wrong name ends the run before anything else.
     cases = [Case.parse(name) for name in options.rows.split(",")]
@@ -176,7 +175,7 @@ def run_rows(options: argparse.Namespace) -> Row:
     # torchrun's default is one; updates on the CPU need all cores.
     torch.set_num_threads(cores_per_rank())
     with machine.process_group(options.device) as device:
-        job = Job.of(options)
+        job = kind.of(options)
         batches = synthetic_batches(job, device)
         link = machine.measure_link(device, 10) if device.type == "cuda" else {}
         rows: list[Row] = []

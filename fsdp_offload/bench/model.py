@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from ..core import dtensor
 from ..core.errors import ConfigError
 from ..core.sharding import shard, shard_of
 
@@ -71,6 +72,10 @@ class Job:
         """Parameters of the whole model."""
         per_layer = 12 * self.dim * self.dim + 2 * self.dim
         return self.layers * per_layer + self.vocabulary * self.dim + self.dim
+
+    def model(self) -> GPT:
+        """Build the model. Other jobs change it here, before it is sharded."""
+        return GPT(self)
 
 
 class TransformerBlock(nn.Module):
@@ -129,11 +134,11 @@ def _losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 def meta_model(job: Job) -> GPT:
     with torch.device("meta"):
-        return GPT(job).to(torch.bfloat16 if job.shards == "bf16" else torch.float32)
+        return job.model().to(torch.bfloat16 if job.shards == "bf16" else torch.float32)
 
 
 @torch.no_grad()
-def _initialize(model: GPT, job: Job, device: torch.device) -> None:
+def _initialize(model: GPT, job: Job, device: torch.device) -> GPT:
     """Fill all parameters from the same seed, one whole parameter at a time.
 
     Matrices are normal, projections into the residual stream smaller; norms are ones.
@@ -145,16 +150,13 @@ def _initialize(model: GPT, job: Job, device: torch.device) -> None:
         whole = torch.ones(parameter.shape, dtype=parameter.dtype, device=device)
         if parameter.dim() > 1:
             whole.normal_(std=std, generator=generator)
-        if isinstance(parameter, DTensor):
-            parameter.to_local().copy_(shard_of(parameter, whole))
-        else:
-            parameter.copy_(whole)
+        part = shard_of(parameter, whole) if isinstance(parameter, DTensor) else whole
+        dtensor.local(parameter).copy_(part)
+    return model
 
 
 def unsharded_model(job: Job, device: torch.device) -> GPT:
-    model = meta_model(job).to_empty(device=device)
-    _initialize(model, job, device)
-    return model
+    return _initialize(meta_model(job).to_empty(device=device), job, device)
 
 
 def sharded_model(
@@ -168,8 +170,7 @@ def sharded_model(
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = shard(model, model.blocks, mesh=mesh, **options)
     home = torch.device("cpu") if isinstance(offload_policy, CPUOffloadPolicy) else device
-    _initialize(model.to_empty(device=home), job, device)
-    return model
+    return _initialize(model.to_empty(device=home), job, device)
 
 
 def synthetic_batches(job: Job, device: torch.device) -> list[tuple[Tensor, Tensor]]:

@@ -175,6 +175,17 @@ def test_the_study_of_larger_models(tmp_path: Path) -> None:
     assert first["process_peak_gib"] > first["host_gib"]
 
 
+@pytest.mark.parametrize("shape", ["unequal", "experts", "lora"])
+def test_the_study_of_other_shapes(shape: str) -> None:
+    main = runpy.run_path(str(FIGURES / "shapes.py"))["main"]
+    rows = ["--rows", "step-f0,forward-all-d0", "--shards", "fp32", "--checkpointed"]
+    report = main([shape, *TINY, *SHORT, *rows])
+    plain, away = report["rows"]
+    assert away["losses"] == plain["losses"]
+    assert len(set(away["losses"])) > 1
+    assert report["params"] != NUMEL
+
+
 @pytest.mark.long
 def test_as_users_start_it() -> None:
     command = [sys.executable, "-W", "ignore", "-m", "fsdp_offload.bench", *TINY, *SHORT]
