@@ -2,7 +2,7 @@
 
     python docs/benchmarks/shapes.py unequal --layers 38 --dim 4096 --tokens 16384 --checkpointed
 
-``unequal``: every other block has an MLP of twice the width, the rest one of half of it.
+``unequal``: blocks have MLPs of half the width and of one and a half in turns.
 ``experts``: 16 experts of a sixteenth of the width in place of each MLP. Each expert takes an
 eighth of the tokens, those that its router scores highest, so all shapes are known.
 ``lora``: all weights are frozen; each linear layer of a block has an adapter of rank 16.
@@ -66,7 +66,7 @@ class Adapted(nn.Module):
 
 def unequal(model: GPT, dim: int) -> None:
     for index, block in enumerate(model.blocks):
-        width = 2 * dim if index % 2 else 8 * dim
+        width = 2 * dim if index % 2 else 6 * dim
         block.up = nn.Linear(dim, width, bias=False)
         block.down = nn.Linear(width, dim, bias=False)
 
