@@ -177,16 +177,15 @@ class Overlap:
             if gate.group is None:
                 for event in self._engine.updated(index):
                     current.wait(event)
+                work.release(*(param.index for param in gate.params))
                 continue
             gate.events, gate.is_pending, gate.is_asked, gate.is_taken = [], True, False, False
+            # Keeps the work: tensors of its snapshot (learning rate) are the caller's stream's.
+            gate.held = [functools.partial(work.release, *(r.index for r in gate.params))]
             if self._engine.has_enqueued(index):
                 self._note_events(index)
             if gate.is_closed:
                 gate.close(self._waiting(index), gradients=not self._in_backward)
-            # The snapshot, too: its tensors (learning rate, clipping) belong to the caller's
-            # stream.
-            gradients = (work.taken.get(r.index, work.gradients[r.index]) for r in gate.params)
-            gate.held = [work.snapshot, *(g for g in gradients if g is not None)]
             if self._in_backward:
                 self.consume(gate.params)
         self.work, self._passed = None, 0
@@ -243,6 +242,8 @@ class Overlap:
 
     @staticmethod
     def _open(gate: Gate) -> None:
+        for release in gate.held:
+            release()
         gate.events, gate.held, gate.is_taken, gate.is_pending = [], [], False, False
         gate.open()
 

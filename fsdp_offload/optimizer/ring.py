@@ -345,10 +345,8 @@ class Ring:
             _, bucket, iteration = self._waiting.popleft()
             if self._work is None or iteration != self._iteration or self.overlap != "backward":
                 continue
-            for index in bucket.indices:
-                self._unread[index] -= 1
-                if not self._unread[index]:
-                    self._work.release(index)
+            self._unread.subtract(bucket.indices)
+            self._work.release(*(i for i in bucket.indices if not self._unread[i]))
 
     def has_passed(self, buckets: Sequence[int]) -> bool:
         """Whether this iteration has nothing to enqueue of them."""

@@ -240,10 +240,11 @@ class Work:
             gradient = gradient.place.host.view(-1)
         self.gradients[index] = gradient
 
-    def release(self, index: int) -> None:
-        """Forget the values of a gradient that nothing reads any more; it still counts as there."""
-        if (gradient := self.gradients[index]) is not None:
-            self.gradients[index] = gradient.new_empty(0)
+    def release(self, *indices: int) -> None:
+        """Forget the values of gradients that nothing reads any more; they still count as there."""
+        for index in indices:
+            if (gradient := self.gradients[index]) is not None:
+                self.gradients[index] = gradient.new_empty(0)
 
     def grow(self, count: int) -> None:
         """Extend to ``count`` parameters."""
