@@ -21,7 +21,7 @@ class Gate:
     params: list[ParamState] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     is_pending: bool = False  # updates are not enqueued yet, so there are no events
-    held: list[Callable[[], None]] = field(default_factory=list)  # release what the updates read
+    on_open: list[Callable[[], None]] = field(default_factory=list)  # drops what updates read
     is_asked: bool = False  # whether a stream waits, or has waited, for the events
     is_taken: bool = False  # its gradients were taken, and step() is still to come
     rank: int = 0  # position of the gate in the forward

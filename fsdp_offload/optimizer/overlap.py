@@ -180,8 +180,8 @@ class Overlap:
                 work.release(*(param.index for param in gate.params))
                 continue
             gate.events, gate.is_pending, gate.is_asked, gate.is_taken = [], True, False, False
-            # Keeps the work: tensors of its snapshot (learning rate) are the caller's stream's.
-            gate.held = [functools.partial(work.release, *(r.index for r in gate.params))]
+            # Keeps the work until then: tensors of its snapshot belong to the caller's stream.
+            gate.on_open = [functools.partial(work.release, *(r.index for r in gate.params))]
             if self._engine.has_enqueued(index):
                 self._note_events(index)
             if gate.is_closed:
@@ -242,9 +242,9 @@ class Overlap:
 
     @staticmethod
     def _open(gate: Gate) -> None:
-        for release in gate.held:
-            release()
-        gate.events, gate.held, gate.is_taken, gate.is_pending = [], [], False, False
+        for drop in gate.on_open:
+            drop()
+        gate.events, gate.on_open, gate.is_taken, gate.is_pending = [], [], False, False
         gate.open()
 
     # ------------------------------------------------------------------ the lanes' order

@@ -345,14 +345,14 @@ def test_what_the_snapshot_holds_lives_until_every_gate_is_open(overlap: str) ->
     job.optimizer.step()
     job.optimizer.zero_grad()
     gates = job.optimizer._updates.overlap.gates
-    read: Work = gates[0].held[0].func.__self__
+    read: Work = gates[0].on_open[0].func.__self__
     assert isinstance(read.snapshot.groups[0]["lr"], Tensor)
     held = weakref.ref(read.snapshot.groups[0]["lr"])
     del read
     job.played.forward(unused=(3,))
     assert held() is not None
     job.played.forward()
-    assert all(not gate.held for gate in gates)
+    assert all(not gate.on_open for gate in gates)
 
 
 @BOTH
