@@ -446,13 +446,12 @@ def with_history(tensor: Tensor) -> Tensor:
 def memory_of(parameter: Tensor, storage: torch.UntypedStorage | None = None) -> tuple[int, int]:
     """Identify the memory of the shard: the storage's identity, and the offset in it.
 
-    ``storage``: the shard's, if the caller has it.
-
+    ``storage``: the shard's, if the caller has it; then it is on the device or away with a phase.
     Stays the same while the storage is away and after it comes back elsewhere, as long as a tensor
     holds it. (0, 0) for an empty shard, (-1, 0) for one in host memory.
     """
     shard = with_history(parameter)
-    if keeper_of(shard) is not None:
+    if storage is None and keeper_of(shard) is not None:
         return -1, 0
     if not shard.numel():
         return 0, 0

@@ -159,13 +159,12 @@ class Overlap:
 
     def begin(self) -> None:
         """Wait for leftovers of the last iteration before the first update."""
-        current = self._backend.current_stream()
         self._engine.ring.complete()
         for index, gate in enumerate(self.gates):
             self._note_events(index)
             if gate.events:  # the forward has not reached it since
                 for event in gate.events:
-                    current.wait(event)
+                    self._backend.current_stream().wait(event)
                 self._open(gate)
 
     def close(self, work: Work) -> None:

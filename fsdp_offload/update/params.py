@@ -242,9 +242,10 @@ class Work:
 
     def release(self, *indices: int) -> None:
         """Forget the values of gradients that nothing reads any more; they still count as there."""
+        nothing = torch.empty(0, device="cpu")
         for index in indices:
-            if (gradient := self.gradients[index]) is not None:
-                self.gradients[index] = gradient.new_empty(0)
+            if self.gradients[index] is not None:
+                self.gradients[index] = nothing
 
     def grow(self, count: int) -> None:
         """Extend to ``count`` parameters."""

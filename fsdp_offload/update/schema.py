@@ -78,11 +78,11 @@ class Schema:
     def in_group(self, group: dict[str, Any]) -> Schema:
         """Return this schema with the initial values of ``group``: groups of one signature may
         differ in them."""
-        kinds = (
+        kinds = tuple(
             replace(kind, initial=_initial(group[kind.option], kind.dtype)) if kind.option else kind
             for kind in self.kinds
         )
-        return replace(self, kinds=tuple(kinds))
+        return self if kinds == self.kinds else replace(self, kinds=kinds)
 
     def role(self, role: Role) -> tuple[StateKind, ...]:
         """Return the entries of one role, in the class's order."""
