@@ -4,7 +4,8 @@
 
 ``unequal``: blocks have MLPs of half the width and of one and a half in turns.
 ``experts``: 16 experts of a sixteenth of the width in place of each MLP. Each expert takes an
-eighth of the tokens, those that its router scores highest, so all shapes are known.
+eighth of the tokens, those that its router scores highest, so all shapes are known. The block's
+GELU follows the experts.
 ``lora``: all weights are frozen; each linear layer of a block has an adapter of rank 16.
 All other arguments are those of ``fsdp-offload bench``.
 """

@@ -179,7 +179,7 @@ class Overlap:
                 work.release(*(param.index for param in gate.params))
                 continue
             gate.events, gate.is_pending, gate.is_asked, gate.is_taken = [], True, False, False
-            # Keeps the work until then: tensors of its snapshot belong to the caller's stream.
+            # Keeps the work: the caller's stream owns its snapshot. Later parameters are not in it.
             gate.on_open = [functools.partial(work.release, *(r.index for r in gate.params))]
             if self._engine.has_enqueued(index):
                 self._note_events(index)

@@ -102,8 +102,8 @@ class WeightSlots:
         return found
 
     def take(self, index: int, wanted: Collection[int]) -> Slot | None:
-        """Give the group a free slot, or the oldest one whose group is neither wanted nor used;
-        None if there is none."""
+        """Give the group a free slot, or the oldest one whose group is neither wanted nor used.
+        Returns None if all others are wanted or used."""
         if not self._free:
             used = {*wanted, *self.lent, *(self._last if self._kept else ())}
             other = next((each for each in self.held if each not in used), None)
