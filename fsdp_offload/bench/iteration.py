@@ -28,7 +28,7 @@ from .machine import Row
 from .model import Job, synthetic_batches
 from .rows import OURS, Case, Trainer, make_trainer
 
-PARTS: Final = ("forward", "backward", "update")
+TIMES: Final = ("iteration", "forward", "backward", "update")
 LEAD_IN: Final = 4
 """Untimed iterations after a synchronisation, during which prefetches ran early."""
 
@@ -46,16 +46,18 @@ def measure(
     first = warm_up + LEAD_IN  # of the timed ones
     losses = torch.zeros(first + iterations, device=device)  # allocated once, before timing
     points: list[TimedEvent] = []
+    accumulate = getattr(trainer.optimizer, "accumulate", contextlib.nullcontext)
 
     def train(index: int) -> None:
         def mark() -> None:
             if index >= first:
                 points.append(stream.record_timed())
 
-        for micro in range(index * micro_batches, (index + 1) * micro_batches):
-            loss = trainer.model(*batches[micro % len(batches)])
+        for micro in range(micro_batches):
+            loss = trainer.model(*batches[(index * micro_batches + micro) % len(batches)])
             mark()
-            loss.backward()
+            with accumulate() if micro + 1 < micro_batches else contextlib.nullcontext():
+                loss.backward()
             mark()
         losses[index].copy_(loss.detach())
         trainer.clip()
@@ -85,8 +87,7 @@ def measure(
     if device.type == "cuda":
         row["device_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
         row["device_reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
-    found = losses.tolist()
-    return row | {"losses": found, "loss": found[-1]}
+    return row | {"losses": losses.tolist(), "loss": losses[-1].item()}
 
 
 def finish(trainer: Trainer, device: torch.device) -> None:
@@ -102,10 +103,9 @@ def times_ms(points: Sequence[TimedEvent], micro_batches: int = 1) -> Row:
     size = 2 * micro_batches + 1
     whole = [spans[start : start + size] for start in range(0, len(spans), size)]
     passes = [[sum(each[i:-1:2]) for each in whole] for i in range(2)]
-    parts = dict(zip(PARTS, [*passes, [each[-1] for each in whole]], strict=True))
     totals = [sum(span) for span in whole]
-    row: Row = {"iteration_ms": statistics.median(totals)}
-    row |= {f"{name}_ms": statistics.median(span) for name, span in parts.items()}
+    parts = dict(zip(TIMES, [totals, *passes, [each[-1] for each in whole]], strict=True))
+    row: Row = {f"{name}_ms": statistics.median(span) for name, span in parts.items()}
     return row | {"iterations_ms": [round(total, 2) for total in totals]}
 
 

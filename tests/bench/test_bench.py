@@ -57,6 +57,15 @@ def test_iterations(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         assert found[exact]["losses"] == plain["losses"]
 
 
+def test_every_overlap_accumulates_micro_batches() -> None:
+    rows = "plain,step,forward,backward,backward-all-d0"
+    words = [*TINY, *SHORT, "--micro-batches", "2", "--shards", "fp32", "--rows", rows]
+    plain, *ours = bench(words)["rows"]
+    for row in ours:
+        assert row["status"] == "ok", row["reason"]
+        assert row["losses"] == plain["losses"]  # the same bits
+
+
 def test_a_row_is_compared_with_plain_that_clips_if_it_does() -> None:
     def row(kind: str, clip: str, ms: float) -> dict[str, Any]:
         return {"kind": kind, "clip": clip, "status": "ok", "iteration_ms": ms}
