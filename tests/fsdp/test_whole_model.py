@@ -132,7 +132,7 @@ def compare(found: Any, expected: Any, what: str) -> None:
     mine, theirs = found.state_dict(), expected.state_dict()
     check(mine.keys() == theirs.keys(), f"{what}: keys")
     for name, value in theirs.items():
-        check_same(mine[name].full_tensor(), value.full_tensor(), f"{what}: {name}")
+        check_same(models.local(mine[name]), models.local(value), f"{what}: {name}")
 
 
 # --------------------------------------------------------------------------- training
