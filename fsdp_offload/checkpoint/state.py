@@ -103,7 +103,8 @@ def pack(model: Models, optimizer: Optimizer, *, for_writing: bool = True) -> di
     """Pack like :meth:`OptimizerState.state_dict`; ``for_writing``: the caller may write into the
     tensors, so the next step looks for writes."""
     optimizer = wrapper_of(optimizer)
-    if not isinstance(optimizer, HybridDeviceOptimizer):
+    # To save what never stepped, torch's function steps with a learning rate of 0, and that counts.
+    if not isinstance(optimizer, HybridDeviceOptimizer) and (for_writing or optimizer.state):
         return _pack_plain(listed(model), optimizer)
     names = names_of(listed(model), optimizer)
     packed: dict[str, Any] = {}
@@ -127,10 +128,8 @@ def wrapper_of(optimizer: Any) -> Any:
 
 def state_to_read(optimizer: Optimizer) -> Mapping[Tensor, Mapping[str, Any]]:
     """Return the final state by parameter, for a caller that does not write to it."""
-    wrapper = wrapper_of(optimizer)
-    if isinstance(wrapper, HybridDeviceOptimizer):
-        return wrapper._for_checkpoints.read()
-    return optimizer.state
+    view = getattr(optimizer, "_for_checkpoints", None)
+    return optimizer.state if view is None else view.read()
 
 
 def groups_of(optimizer: Optimizer, names: Mapping[Tensor, Names]) -> list[list[Names]]:

@@ -92,6 +92,23 @@ def test_links_are_no_checkpoints_of_their_own(tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path / "elsewhere" / "old", model) == {}
 
 
+def test_a_save_makes_no_state_in_a_plain_optimizer(tmp_path: Path) -> None:
+    """torch's functions make it in a step, so that the next one would correct the bias for two."""
+    expected, found, loaded = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+    for each in (found, loaded):
+        each.load_state_dict(expected.state_dict())
+    for model in (expected, found, loaded):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        if model is found:
+            checkpoint.save(tmp_path, model, optimizer)
+        elif model is loaded:
+            checkpoint.load(tmp_path, model, optimizer)
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+    for model in (found, loaded):
+        assert torch.equal(model.weight, expected.weight)
+
+
 @pytest.mark.parametrize("later", [False, True])
 def test_nothing_is_left_of_a_plan_that_fails(
     tmp_path: Path, later: bool, monkeypatch: pytest.MonkeyPatch

@@ -10,7 +10,6 @@ import pickle
 import re
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -438,9 +437,9 @@ def test_torch_makes_no_state_while_away(tmp_path: Path) -> None:
     model = net()
     optimizer = adamw(model.parameters())
     with PhaseOffloader(model, optimizer).away():
-        for use in (get_optimizer_state_dict, partial(checkpoint.save, tmp_path)):
-            with pytest.raises(AwayError, match=r"save or load before the first step\(\) of AdamW"):
-                use(model, optimizer)
+        with pytest.raises(AwayError, match=r"save or load before the first step\(\) of AdamW"):
+            get_optimizer_state_dict(model, optimizer)
+        checkpoint.save(tmp_path, model, optimizer)  # it needs no state
     assert optimizer.param_groups[0]["lr"] == 0.01
     assert all(parameter.grad is None for parameter in model.parameters())
 
