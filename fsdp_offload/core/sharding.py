@@ -102,11 +102,11 @@ def _check(model: nn.Module) -> None:
         is_special = kind is not nn.Parameter and issubclass(kind, nn.Parameter)
         is_far = index is not None and index != torch.accelerator.current_device_index()
         if is_special or is_far or not parameter.dim() or not parameter.is_contiguous():
+            what = f"type {kind.__name__}" if is_special or parameter.dim() else "shape ()"
             raise UnsupportedParameterError(
-                f"{name} of type {kind.__name__} on {parameter.device}",
+                f"{name} of {what} on {parameter.device}",
                 reason="FSDP2 shards dimension 0 of plain contiguous tensors on the current device",
-                remedy="initialise, dequantise or reshape it, or call "
-                "torch.accelerator.set_device_index()",
+                remedy="initialise, dequantise or reshape it, or move it to the current device",
             )
 
 

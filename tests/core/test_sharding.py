@@ -263,7 +263,7 @@ def replicated() -> nn.Module:
     [
         (
             lambda: holding(nn.Parameter(torch.tensor(1.0))),
-            r"blocks\.1\.own of type Parameter on cpu",
+            r"blocks\.1\.own of shape \(\) on cpu",
         ),
         (lambda: holding(nn.Parameter(torch.ones(2, 3).t())), "contiguous"),
         (lambda: holding(Own(torch.ones(2))), r"blocks\.1\.own of type Own"),
