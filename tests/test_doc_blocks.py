@@ -46,6 +46,7 @@ GIVEN = {
     "an offloader": "`phases`, and all is on the device",
     "kept addresses": "which on the CPU need torch 2.13",
     "two ranks": "of a script, under torchrun",
+    "a .pt file": "run.pt, of AdamW after one step",
 }
 
 
@@ -121,6 +122,14 @@ class Lion(torch.optim.Optimizer):
                     p.sub_(momentum.sign(), alpha=group["lr"])
 
 
+def save_pt_file(dtype: torch.dtype) -> None:
+    model = Model().to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    model(torch.ones(4, 16, dtype=dtype)).backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, "run.pt")
+
+
 def names_for(given: set[str]) -> dict[str, Any]:
     """What a block may use."""
     torch.manual_seed(0)
@@ -133,6 +142,8 @@ def names_for(given: set[str]) -> dict[str, Any]:
     names |= dict(get_optimizer_state_dict=get_optimizer_state_dict, Lion=Lion)
     names |= dict(model=model, batch=batch, batches=[batch, batch], device=torch.device("cpu"))
     names |= dict(layers=2, heads=2, length=4, width=8, path="run/own")
+    if "a .pt file" in given:
+        save_pt_file(dtype)
     if "safetensors" in given:
         checkpoint.export_safetensors(model, "llama")
         names["make_model"] = Model
@@ -203,6 +214,28 @@ def test_blocks_run(ranks: Callable[..., Any], block: Block, tmp_path: Path) -> 
     if "kept addresses" in block.said and not can_swap():
         pytest.skip("this torch cannot swap CPU storages")
     ranks(1).run(partial(run, block, tmp_path))
+
+
+def resume_from_pt_file(block: Block, folder: Path) -> None:
+    own = folder / str(dist.get_rank())  # each rank writes its file
+    own.mkdir()
+    os.chdir(own)
+    names = names_for({"a .pt file"})
+    exec(block.compiled(), names)
+    saved, optimizer = torch.load("run.pt"), names["optimizer"]
+    assert optimizer.param_groups[0]["lr"] == 2e-3
+    for index, (name, parameter) in enumerate(names["model"].named_parameters()):
+        found = {"weight": parameter, **optimizer.state[parameter]}
+        expected = {"weight": saved["model"][name], **saved["optim"]["state"][index]}
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            whole = found[key].full_tensor() if key != "step" else found[key]
+            assert torch.equal(whole, value), key
+
+
+def test_a_pt_file_sets_all_state(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    [block] = [b for b in blocks() if "a .pt file" in b.said]
+    ranks(2).run(partial(resume_from_pt_file, block, tmp_path))
 
 
 @pytest.mark.parametrize("block", scripts(), ids=lambda b: b.name)

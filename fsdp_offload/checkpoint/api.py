@@ -242,11 +242,7 @@ def load(
 def _in_background(
     writer: Writer, planner: SavePlanner, group: dist.ProcessGroup | None
 ) -> Future[None]:
-    """Save on a thread that the interpreter waits for when it ends.
-
-    Raises:
-        CheckpointError: this process cannot start a thread. Other ranks' saves fail, too.
-    """
+    """Save on a thread that the interpreter waits for when it ends."""
     future: Future[None] = Future()
     world = None if group is None else dist.group.WORLD
     writer._ranks = 1 if group is None else dist.get_world_size()

@@ -9,6 +9,7 @@ all ranks, or from a checkpoint, in one process.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import math
 import os
@@ -64,8 +65,8 @@ def export_safetensors(
 ) -> tuple[Path, ...]:
     """Write the weights into a new folder: ``model.safetensors``, or several files with an index.
 
-    Names in the files are the FQNs; tied weights get their first. For ``transformers``, call
-    ``model.config.save_pretrained(out)`` after the export.
+    Names in the files are the FQNs; tied weights get their first, from a checkpoint all. For
+    ``transformers``, call ``model.config.save_pretrained(out)`` after the export.
 
     Args:
         source: the model, sharded or not; then all ranks call this and share the folder. Or the
@@ -335,6 +336,7 @@ def _of_checkpoint(
             remedy="pass optimizer_prefix=, save optimizer state by FQN "
             '(get_optimizer_state_dict), or export with dtype="bf16" or None',
         )
+    _tie(reader, keys if wanted else {}, trained, sizes)
     written, tensors = {}, {}
     for fqn, (key, *_) in keys.items():
         dtype = sizes[key].properties.dtype
@@ -344,3 +346,23 @@ def _of_checkpoint(
         if written[fqn].dtype == dtype:
             del keys[fqn][1:]
     return Source(written, tensors, lambda i: [*read_values(reader, keys[i.fqn][:2]).values()])
+
+
+def _tie(reader: Reader, keys: dict[str, list[str]], trained: set[str], sizes: Any) -> None:
+    """Give all names of a tied matrix the master of the one that has state: equal values tell."""
+    forms = {
+        fqn: (sizes[key].size, sizes[key].properties.dtype)
+        for fqn, (key, *_) in keys.items()
+        if len(sizes[key].size) > 1
+    }
+    both = {forms[f] for f in forms.keys() & trained} & {forms[f] for f in forms.keys() - trained}
+    marks = {
+        fqn: (form, hashlib.sha256(memory_of(value)).digest())
+        for fqn, form in forms.items()
+        if form in both
+        for value in read_values(reader, keys[fqn][:1]).values()
+    }
+    owned = {marks[fqn]: keys[fqn][1:] for fqn in marks.keys() & trained}
+    for fqn in [fqn for fqn in marks.keys() - trained if marks[fqn] in owned]:
+        keys[fqn] += owned[marks[fqn]]
+        trained.add(fqn)

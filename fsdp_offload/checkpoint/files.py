@@ -200,11 +200,7 @@ class Table:
     words: Sequence[int]
 
     def of(self, items: Iterable[tuple[int, int]], path: Path) -> dict[int, Checksums]:
-        """Find checksums by offset; ``items``: offset and length of each, from ``.metadata``.
-
-        Raises:
-            CheckpointCorruptError: the table describes other items.
-        """
+        """Find checksums by offset; ``items``: offset and length of each, from ``.metadata``."""
         found, at = {}, 0
         for offset, length in sorted(set(items)):
             count = -(-length // self.block_bytes)

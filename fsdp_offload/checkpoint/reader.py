@@ -162,11 +162,7 @@ class Reader(FileSystemReader):
     def _read_aliases(
         self, plan: LoadPlan, targets: Mapping[ReadItem, Tensor]
     ) -> dict[ReadItem, Tensor]:
-        """Read items whose target shares memory with another key's: threads would mix them.
-
-        Raises:
-            CheckpointError: two of them differ.
-        """
+        """Read items whose target shares memory with another key's: threads would mix them."""
         groups = _alias_groups(targets)
         items = [item for group in groups for item in group]
         values = {i: torch.empty(targets[i].shape, dtype=targets[i].dtype) for i in items}

@@ -151,11 +151,7 @@ def _place(plain: Tensor) -> object:
 
 
 def _with_copies(tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
-    """Rebuild ``tensor`` around ``copy`` of each tensor that it consists of.
-
-    Raises:
-        UnsupportedParameterError: it hides the memory of its elements.
-    """
+    """Rebuild ``tensor`` around ``copy`` of each tensor that it consists of."""
     with _refusing(f"a tensor of type {type(tensor).__name__}"):
         return dtensor.like(tensor, _local_copy(dtensor.local(tensor), copy))
 

@@ -320,8 +320,9 @@ def held(
         BusyError: a signal handler calls this in the middle of a step.
     """
     if isinstance(optimizer, HybridDeviceOptimizer):
-        view = optimizer._for_checkpoints
-        return view.saving() if saves else view.loading()
+        return (
+            optimizer._for_checkpoints.saving() if saves else optimizer._for_checkpoints.loading()
+        )
     return contextlib.nullcontext()
 
 
@@ -348,10 +349,6 @@ def encode(value: Any, what: str) -> bytes:
 
 
 def decode(data: io.BytesIO) -> Any:
-    """Decode the result of :func:`encode`, and run no code that the data name.
-
-    Raises:
-        Exception: whatever torch raises for other data.
-    """
+    """Decode the result of :func:`encode`, and run no code that the data name."""
     with torch.serialization.safe_globals([io.BytesIO]):  # some modules' extra state is one
         return torch.load(data, weights_only=True, map_location="cpu")

@@ -213,10 +213,6 @@ class Writer(StorageWriter):
         """Whether it is a path of a file system."""
         return "://" not in str(checkpoint_id)
 
-    def storage_meta(self) -> StorageMeta | None:
-        """Return None: DCP needs no metadata."""
-        return None
-
 
 def without_group(path: Path) -> CheckpointError:
     """Build the error for a save whose process group is gone."""

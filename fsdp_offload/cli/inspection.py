@@ -45,39 +45,37 @@ def look(path: Path, *, elements: bool) -> dict[str, Any]:
     reader.read_metadata()
     reader.set_up_storage_reader(reader.metadata, False)  # raises a failure of it
     report: dict[str, Any] = {"path": str(path), "faults": [], "checksums": "none"}
-    values: dict[str, Any] = {}
     try:
         reader.set_up_storage_reader(reader.metadata, True)
         if reader.manifest is not None:
             report["checksums"] = "tables"
         if elements and reader.check_blocks():
             report["checksums"] = "elements"
-        values = _values(reader)
+        report |= _values(reader)
     except CheckpointError as error:
         report["faults"].append(str(error))
     if (manifest := reader.manifest) is not None:
-        report["completed"] = datetime.fromtimestamp(manifest.time_ns / 1e9, UTC).isoformat()
-        report |= {"ranks": manifest.world_size, "optimizer": manifest.optimizer}
-    tensors = _tensors_of(reader)
+        report |= {
+            "completed": datetime.fromtimestamp(manifest.time_ns / 1e9, UTC).isoformat(),
+            "ranks": manifest.world_size,
+            "optimizer": manifest.optimizer,
+        }
     stored = reader.metadata.state_dict_metadata
-    return report | values | {
-        "tensor_bytes": sum(row["tensor_bytes"] for row in tensors),
-        "tensors": tensors,
-        "other_values": sorted(stored.keys() - {row["name"] for row in tensors}),
-    }  # fmt: skip
-
-
-def _tensors_of(reader: Reader) -> list[dict[str, Any]]:
-    return [
+    tensors: list[dict[str, Any]] = [
         {
             "name": name,
             "dtype": str(entry.properties.dtype).removeprefix("torch."),
             "shape": list(entry.size),
             "tensor_bytes": entry.size.numel() * entry.properties.dtype.itemsize,
         }
-        for name, entry in sorted(reader.metadata.state_dict_metadata.items())
+        for name, entry in sorted(stored.items())
         if isinstance(entry, TensorStorageMetadata)
     ]
+    return report | {
+        "tensor_bytes": sum(row["tensor_bytes"] for row in tensors),
+        "tensors": tensors,
+        "other_values": sorted(stored.keys() - {row["name"] for row in tensors}),
+    }  # fmt: skip
 
 
 def _values(reader: Reader) -> dict[str, Any]:
@@ -109,16 +107,19 @@ def _plain(value: Any) -> Any:
 
 
 def _text(report: Mapping[str, Any]) -> str:
-    lines = [report["path"]]
-    lines += [f"fault: {fault}" for fault in report["faults"]]
+    lines = [report["path"], *(f"fault: {fault}" for fault in report["faults"])]
     if not report["faults"]:
         lines.append(f"complete; {_CHECKSUMS[report['checksums']]}")
     if "ranks" in report:
-        who = report["optimizer"] or "no optimizer"
-        lines.append(f"saved {report['completed']}, ranks: {report['ranks']}, {who}")
+        lines.append(
+            f"saved {report['completed']}, ranks: {report['ranks']}, "
+            f"{report['optimizer'] or 'no optimizer'}"
+        )
     if "optimizer_steps" in report:
-        steps = dict.fromkeys(f"{count:g}" for count in report["optimizer_steps"])
-        lines.append(f"optimizer steps: {' to '.join(steps)}")
+        lines.append(
+            "optimizer steps: "
+            + " to ".join(dict.fromkeys(f"{count:g}" for count in report["optimizer_steps"]))
+        )
     for name, value in (report.get("extra") or {}).items():
         text = json.dumps(value)
         lines.append(f"extra {name} = {text[:_SHOWN]}{'...' * (len(text) > _SHOWN)}")

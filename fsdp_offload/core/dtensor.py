@@ -194,7 +194,8 @@ def first_index(parameter: Tensor) -> int:
     """
     if not isinstance(parameter, DTensor):
         return 0
-    chunks = chunk_list(like(parameter, local(parameter)))  # covers uneven shards
+    shape = with_history(parameter).shape  # no values: updates ask while weights are in host memory
+    chunks = chunk_list(like(parameter, torch.empty(shape, device="meta")))  # covers uneven shards
     if not chunks:
         return 0
     index = 0

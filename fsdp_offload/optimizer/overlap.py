@@ -58,8 +58,8 @@ class Owner(Protocol):
     life: Lifecycle
 
     # Begins an iteration when its first gradients arrive. May reserve more state, and call
-    # Overlap.attach.
-    def begin_in_backward(self) -> Work: ...
+    # Overlap.attach. None: step() will refuse it.
+    def begin_in_backward(self) -> Work | None: ...
 
     # Raises if an update has failed, or ``what`` needs offloaded memory.
     def check_present(self, what: str) -> None: ...
@@ -382,25 +382,23 @@ class Overlap:
             return
         if self._steps + 1 in REORDER_AFTER:
             self.gates[index].reduced = stream.record_timed()
-        owner = self._find_owner()
-        if owner is not None:
+        if (owner := self._find_owner()) is not None:
             with owner.life.turn("an update in backward()"):
                 owner.check_present("an update in backward()")
                 self._take(index, reduced, owner)
 
     def _take(self, index: int, reduced: Event, owner: Owner) -> None:
-        """Take the gradients of a gate, final after ``reduced``, and update the complete
-        buckets."""
+        """Take a gate's gradients, final after ``reduced``, and update the complete buckets."""
         gate = self.gates[index]
         # step() decides that a parameter has no gradient.
-        gradients = [gradient_of(param) for param in gate.params]
-        if all(gradient is None for gradient in gradients):
+        if all(gradient_of(param) is None for param in gate.params):
             return
-        if self.work is None:
-            self.work = owner.begin_in_backward()  # may exchange gate.params, in the same order
+        self.work = self.work or owner.begin_in_backward()  # may exchange gate.params
+        if self.work is None or not gate.params:
+            return
         with owner.life.failing("backward()"):
-            for param, gradient in zip(gate.params, gradients, strict=True):
-                if gradient is not None:
+            for param in gate.params:
+                if (gradient := gradient_of(param)) is not None:
                     self.work.put(param.index, gradient)
                     self.work.ready[param.index] = reduced
             self.consume(gate.params)
@@ -411,8 +409,7 @@ class Overlap:
 
 def _wait(find: Callable[[], Overlap | None], index: int) -> None:
     """Wait before a shard is used; a dead optimizer has waited for its updates."""
-    overlap = find()
-    if overlap is not None:
+    if (overlap := find()) is not None:
         overlap.before_use(index)
 
 

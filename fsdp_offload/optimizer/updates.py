@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from ..core.arguments import backend_of, cpu_homes, leave_cpu
 from ..core.backend import stream_to_wait
 from ..core.config import OffloadConfig
-from ..core.errors import SpentGradientError
+from ..core.errors import SpentGradientError, StateSchemaError
 from ..core.offloadable import remove_all
 from ..core.progress import warn
 from ..update import state as state_io
@@ -216,8 +216,12 @@ class Updates:
         work.grow(len(self.reserved.params))
         return work
 
-    def begin_in_backward(self) -> Work:
+    def begin_in_backward(self) -> Work | None:
         """See :class:`.overlap.Owner`."""
+        try:
+            self.follow_groups()
+        except StateSchemaError:
+            return None  # step() raises it: FSDP2 does not recover from an error in backward()
         work = self._begin()
         # What updates read besides gradients, such as a learning rate on the device, is there then.
         start = stream_to_wait(self.reserved.backend).record()

@@ -26,7 +26,7 @@ from ..core import dtensor
 from ..core.backend import Backend, Event
 from ..core.errors import AwayError, ConfigError, UnspentGradientError
 from ..core.fsdp import Group
-from ..core.offloadable import HostCopies, remove_all
+from ..core.offloadable import HostCopies, offloadable_of, remove_all
 from ..core.spent import is_spent
 from ..update.schema import replaced
 
@@ -132,7 +132,13 @@ class PlainOptimizer:
         return contextlib.nullcontext()
 
     def prepare_offload(self) -> None:
-        """Do nothing: its work is on the current stream."""
+        """Finish nothing: its work is on the current stream."""
+        if offloadable_of(self._optimizer) is not None:
+            raise ConfigError(
+                f"PhaseOffloader of {self._name}",
+                reason="HybridDeviceOptimizer has wrapped the optimizer since it was passed here",
+                remedy="wrap first, then build PhaseOffloader(model, wrapper)",
+            )
 
     def prepare_reload(self) -> None:
         """Do nothing: the caller's changes are already in the state."""

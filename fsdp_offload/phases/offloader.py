@@ -198,6 +198,7 @@ class PhaseOffloader:
             UnspentGradientError: a gradient would be lost; see ``grads``.
             SpentGradientError: called between a backward that updated parameters and ``step()``.
             UnsupportedParameterError: torch does not own some memory.
+            ConfigError: the optimizer was wrapped after it was passed.
             ClosedError: called after :meth:`close`, or in a forked process.
         """
         self._check()

@@ -154,9 +154,8 @@ def _check_tensor(param: ParamState, name: str, value: Any) -> None:
         raise StateDictError(
             f"state {name!r} of {param.fqn} with shard shape {found} of {tuple(value.shape)}",
             reason=f"this rank holds a shard of shape {shape} of {param.info.global_shape}",
-            remedy="load through torch.distributed.checkpoint or "
-            "set_optimizer_state_dict, which reshard; or load a checkpoint of "
-            "this model",
+            remedy="load through torch.distributed.checkpoint, or give whole tensors and names "
+            "of parameters to torch's set_optimizer_state_dict, as docs/checkpoints.md does",
         )
     if value.is_meta and name not in _coded(param):  # expose() returns them as meta tensors
         raise StateDictError(

@@ -26,6 +26,7 @@ from torch.nn.utils import clip_grad_norm_
 from fsdp_offload import (
     HybridDeviceOptimizer,
     SpentGradientError,
+    StateSchemaError,
     TransferConfig,
     checkpoint,
 )
@@ -396,6 +397,29 @@ def replaced_parameters() -> None:
 
 def test_parameters_replaced_before_wrapping_are_found_in_their_groups(ranks: Ranks) -> None:
     ranks(2).run(replaced_parameters)
+
+
+def changed_groups() -> None:
+    """Before the first step the backward follows the groups; later it leaves gradients to
+    ``step()``, which names what moved."""
+    plain, mine = build(2), build(2)
+    reference, optimizer = adamw(plain), wrap(mine, "backward")
+    for model, each in ((plain, reference), (mine, optimizer)):
+        each.param_groups[0]["params"].append(each.param_groups[1]["params"].pop())
+        train(model, each, steps=range(2))
+        removed = each.param_groups.pop()
+        loss_of(model, 2).backward()
+        if each is optimizer:
+            with pytest.raises(StateSchemaError, match="moved or are missing"):
+                optimizer.step()
+        each.param_groups.append(removed)
+        each.step()
+    check_twins(optimizer, reference, "changed groups")
+    optimizer.close()
+
+
+def test_changed_groups_in_backward_mode(ranks: Ranks) -> None:
+    ranks(2).run(changed_groups)
 
 
 def finalize_by_hand(overlap: str) -> None:

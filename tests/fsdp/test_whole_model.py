@@ -132,7 +132,7 @@ def compare(found: Any, expected: Any, what: str) -> None:
     mine, theirs = found.state_dict(), expected.state_dict()
     check(mine.keys() == theirs.keys(), f"{what}: keys")
     for name, value in theirs.items():
-        check_same(mine[name].full_tensor(), value.full_tensor(), f"{what}: {name}")
+        check_same(models.local(mine[name]), models.local(value), f"{what}: {name}")
 
 
 # --------------------------------------------------------------------------- training
@@ -212,12 +212,13 @@ def train_both(
     """The plain twin in fp32, else the one with ``offload="state"``."""
     overlap, stay_bytes = how.pop("overlap", None), how.pop("stay_bytes", 0)
     memory, all_leave = how.pop("memory", 0), "memory" not in how
+    options = {"overlap": overlap, "moments": how.pop("moments", None)}
     with mock.patch.object(weight_slots, "SLOTS", slots):
         plain, mine = (build(size, dtype=dtype, **how) for _ in range(2))
         reference: Any = adamw(plain)
         if dtype != FP32:
-            reference = wrap(plain, offload="state", overlap=overlap)
-        optimizer = wrap(mine, overlap=overlap, device_memory=memory)
+            reference = wrap(plain, offload="state", **options)
+        optimizer = wrap(mine, device_memory=memory, **options)
         check(any(away(mine)) and all(away(mine)) == all_leave, f"away: {away(mine)}")
         expected = train(plain, reference, between)
         found = train(mine, optimizer, between, stay_bytes)
@@ -243,6 +244,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16": {"dtype": BF16},
     "bf16 backward": {"dtype": BF16, "overlap": "backward", "between": "evaluation"},
     "fp16": {"dtype": torch.float16},
+    "bf16 moments": {"dtype": BF16, "moments": "bf16"},
     "backward": {"overlap": "backward"},
     "step": {"overlap": "step", "between": "evaluation"},
     "buckets stay": {"stay_bytes": 40_000, "between": "evaluation"},

@@ -725,6 +725,19 @@ def test_wrong_arguments() -> None:
             copied(phases)
 
 
+def test_an_optimizer_that_was_wrapped_later_is_refused() -> None:
+    """The wrapper's state would stay on the device."""
+    model = net()
+    optimizer = sgd(model.parameters())
+    phases = PhaseOffloader(model, optimizer)
+    wrapper = HybridDeviceOptimizer(optimizer, model)
+    with pytest.raises(ConfigError, match="wrap first"):
+        phases.offload()
+    assert not phases.is_away
+    with PhaseOffloader(model, wrapper).away():
+        pass
+
+
 # ---------------------------------------------------------------------- swap
 
 
