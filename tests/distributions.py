@@ -78,7 +78,7 @@ def check_installed(archive: Path, version: str) -> None:
         said = output(scripts / "fsdp-offload", "--version", folder=folder)
         assert said == f"fsdp-offload {version}\n", said
         said = output(scripts / "fsdp-offload", "plan", "--params", "1B", folder=folder)
-        assert "fewest GPUs that it fits on: 1\n" in said, said
+        assert "fewest GPUs that hold the job: 1\n" in said, said
         script = REPOSITORY / "examples" / "minimal.py"
         said = output(sys.executable, script, "--folder", folder / "run", folder=folder)
         losses = [float(loss) for loss in re.findall(r"^step \d+ loss (\S+)$", said, re.MULTILINE)]

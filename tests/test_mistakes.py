@@ -81,17 +81,17 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "save(path, optimizer, model)": (
         lambda folder: saved(lambda path, model, optimizer: (path, optimizer, model), folder),
         "optimizer of type Sequential: not a torch.optim.Optimizer",
-        "after the model",
+        "path (if any), model, optimizer",
     ),
     "save(model, optimizer, path)": (
         lambda folder: saved(lambda path, model, optimizer: (model, optimizer, path), folder),
         "optimizer of type str: not a torch.optim.Optimizer",
-        "after the model",
+        "path (if any), model, optimizer",
     ),
     "load(model, optimizer, path)": (
         lambda folder: loaded(lambda path, model, optimizer: (model, optimizer, path), folder),
         "optimizer of type str: not a torch.optim.Optimizer",
-        "after the model",
+        "path (if any), model, optimizer",
     ),
 }
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..core.backend import TimedEvent
 from ..core.config import GIB
 from ..core.devices import backend_for
-from ..core.errors import OffloadError
+from ..core.errors import ConfigError, OffloadError
 from ..core.progress import Progress
 from ..link import cores_per_rank
 from ..optimizer.hybrid import HybridDeviceOptimizer
@@ -28,7 +28,6 @@ from .machine import Row
 from .model import Job, synthetic_batches
 from .rows import OURS, Case, Trainer, make_trainer
 
-TIMES: Final = ("iteration", "forward", "backward", "update")
 LEAD_IN: Final = 4
 """Untimed iterations after a synchronisation, during which prefetches ran early."""
 
@@ -102,9 +101,13 @@ def times_ms(points: Sequence[TimedEvent], micro_batches: int = 1) -> Row:
     spans = [one.elapsed_time(other) for one, other in pairwise(points)]
     size = 2 * micro_batches + 1
     whole = [spans[start : start + size] for start in range(0, len(spans), size)]
-    passes = [[sum(each[i:-1:2]) for each in whole] for i in range(2)]
     totals = [sum(span) for span in whole]
-    parts = dict(zip(TIMES, [totals, *passes, [each[-1] for each in whole]], strict=True))
+    parts = {
+        "iteration": totals,
+        "forward": [sum(each[:-1:2]) for each in whole],
+        "backward": [sum(each[1:-1:2]) for each in whole],
+        "update": [each[-1] for each in whole],
+    }
     row: Row = {f"{name}_ms": statistics.median(span) for name, span in parts.items()}
     return row | {"iterations_ms": [round(total, 2) for total in totals]}
 
@@ -166,6 +169,10 @@ def run(options: argparse.Namespace) -> int:
 def run_rows(options: argparse.Namespace, kind: type[Job] = Job) -> Row:
     """Run all rows of a ``kind`` of job; rank 0 prints each as it is done, then the table."""
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "--device cuda", reason="torch sees no CUDA device", remedy="--device cpu"
+        )
     # A wrong name ends the run before anything else.
     cases = [Case.parse(name) for name in options.rows.split(",")]
     if options.deterministic:
@@ -189,13 +196,14 @@ def run_rows(options: argparse.Namespace, kind: type[Job] = Job) -> Row:
                 print(line_of(found[-1], ITERATIONS), flush=True)
         if dist.get_rank() == 0:
             print(markdown_table(report, ITERATIONS), flush=True)
+            if device.type == "cpu":
+                print("A run on the CPU shows that rows work, not their speed.", flush=True)
     return report
 
 
 # --------------------------------------------------------------------------- the report
 
-Columns = Sequence[tuple[str, str, str]]
-"""Head, key of the figure, format."""
+Columns = Sequence[tuple[str, str, str]]  # head, key of the figure, format
 
 ITERATIONS: Final[Columns] = (
     ("iteration, ms", "iteration_ms", ".1f"),
@@ -229,9 +237,11 @@ def markdown_table(report: Mapping[str, Any], all_columns: Columns) -> str:
 def describe(report: Mapping[str, Any]) -> str:
     """Describe the job, the machine and its link."""
     job, machine, link = report["job"], report["environment"], report.get("link")
+    params = report["params"]
+    size = f"{params / 1e9:.3g}B" if params >= 5e8 else f"{params / 1e6:.3g}M"
     words = [
         f"{job['ranks']} rank{'s' if job['ranks'] > 1 else ''}",
-        f"{report['params'] / 1e9:.2f}B parameters",
+        f"{size} parameters",
         f"{job['shards']} shards",
         f"{job['tokens']} tokens per rank",
         machine.get("gpu", "CPU"),

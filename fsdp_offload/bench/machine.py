@@ -21,7 +21,6 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ..core.config import TransferConfig
 from ..core.devices import backend_for
@@ -35,17 +34,16 @@ VARIABLES: Final = ("CUDA_", "NCCL_", "PYTORCH_")  # environment variables that 
 
 
 @contextlib.contextmanager
-def process_group(device: str) -> Iterator[torch.device]:
-    """Join torchrun's group, or make one of this process; yields this rank's device."""
+def process_group(device: str, *, alone: bool = False) -> Iterator[torch.device]:
+    """Join torchrun's group, or make one of this process alone; yields this rank's device."""
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     index = int(os.environ.get("LOCAL_RANK", "0"))
     if device == "cuda":
         torch.cuda.set_device(index)
     timeout = timedelta(minutes=10)  # for a collective that not all ranks reach
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    alone = alone or "RANK" not in os.environ
+    ranks: Row = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}  # type: ignore[attr-defined]
+    dist.init_process_group(backend, timeout=timeout, **ranks)
     try:
         yield torch.device(device, index) if device == "cuda" else torch.device("cpu")
     finally:
@@ -114,10 +112,8 @@ def measure_link(device: torch.device, iterations: int) -> Row:
     An iteration is 2 GiB each way, all ranks at the same time; the median of the slowest counts.
     """
     backend = backend_for(device)
-    pool, link = (
-        HostPool("bench", backend, TransferConfig()),
-        Link(backend, "bench", turn_bytes=None),
-    )
+    pool = HostPool("bench", backend, TransferConfig())
+    link = Link(backend, "bench", turn_bytes=None)
     hosts = [pool.take(COPY_BYTES).tensor(0, COPY_BYTES, torch.uint8) for _ in range(2)]
     up, down = (Block([host], [torch.empty_like(host, device=device)]) for host in hosts)
 

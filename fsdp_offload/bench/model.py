@@ -36,13 +36,11 @@ class Job:
     layers: int = 24
     dim: int = 2048
     vocabulary: int = 60000
-    tokens: int = 8192
-    """Tokens per iteration and rank."""
+    tokens: int = 8192  # per iteration and rank
     seq: int = 2048
     shards: Literal["bf16", "fp32"] = "bf16"
     """dtype of the shards and of reductions. Gathers and compute use bf16."""
-    checkpointed: bool = False
-    """Whether backward recomputes each block."""
+    checkpointed: bool = False  # whether backward recomputes each block
 
     def __post_init__(self) -> None:
         if self.tokens % self.seq or self.dim % self.heads:
@@ -138,7 +136,7 @@ def meta_model(job: Job) -> GPT:
 
 
 @torch.no_grad()
-def _initialize(model: GPT, job: Job, device: torch.device) -> GPT:
+def initialize(model: GPT, job: Job, device: torch.device) -> GPT:
     """Fill all parameters from the same seed, one whole parameter at a time.
 
     Matrices are normal, projections into the residual stream smaller; norms are ones.
@@ -155,10 +153,6 @@ def _initialize(model: GPT, job: Job, device: torch.device) -> GPT:
     return model
 
 
-def unsharded_model(job: Job, device: torch.device) -> GPT:
-    return _initialize(meta_model(job).to_empty(device=device), job, device)
-
-
 def sharded_model(
     job: Job, device: torch.device, offload_policy: OffloadPolicy | None = None
 ) -> GPT:
@@ -170,7 +164,7 @@ def sharded_model(
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = shard(model, model.blocks, mesh=mesh, **options)
     home = torch.device("cpu") if isinstance(offload_policy, CPUOffloadPolicy) else device
-    return _initialize(model.to_empty(device=home), job, device)
+    return initialize(model.to_empty(device=home), job, device)
 
 
 def synthetic_batches(job: Job, device: torch.device) -> list[tuple[Tensor, Tensor]]:

@@ -34,7 +34,7 @@ from torch.optim import AdamW
 from ..core.config import TransferConfig, parse_bytes
 from ..core.errors import ConfigError
 from ..optimizer.hybrid import HybridDeviceOptimizer
-from .model import Job, sharded_model, unsharded_model
+from .model import Job, initialize, meta_model, sharded_model
 
 OURS: Final = ("default", "step", "forward", "backward")
 MAX_NORM: Final = 1.0
@@ -46,7 +46,6 @@ _WORDS: Final[dict[str, tuple[str, Any]]] = {
     "int8": ("moments", "int8"),
     "host": ("update_on", "host"),
     "all": ("offload", "all"),
-    "again": ("again", True),
 }
 _NUMBERS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
     "f": ("offload_fraction", float),
@@ -55,10 +54,10 @@ _NUMBERS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
     "c": ("cap_bytes", parse_bytes),
 }
 _WORDS_OF_PEERS: Final = {
-    "plain": {"torchclip", "again"},
-    "cpuoffload": {"torchclip", "again"},
-    "torchao": {"again"},
-    "compute": {"again"},
+    "plain": ("torchclip", "again"),
+    "cpuoffload": ("torchclip", "again"),
+    "torchao": ("again",),
+    "compute": ("again",),
 }
 
 
@@ -67,10 +66,8 @@ class Case(NamedTuple):
 
     name: str
     kind: str
-    clip: str
-    """``"none"``, ``"ours"`` or ``"torch"``."""
-    options: dict[str, Any]
-    """Options from the other words of the name."""
+    clip: str  # "none", "ours" or "torch"
+    options: dict[str, Any]  # from the other words of the name
 
     @classmethod
     def parse(cls, name: str) -> Case:
@@ -78,10 +75,9 @@ class Case(NamedTuple):
         kind, *words = name.split("-")
         if kind not in (*OURS, *_WORDS_OF_PEERS):
             raise _refused(name, f"{kind!r} is not a kind of row")
-        if kind in _WORDS_OF_PEERS and not _WORDS_OF_PEERS[kind].issuperset(words):
-            raise _refused(name, f"{kind!r} rows have no such options")
-        options = dict(_read(name, word) for word in words)
-        options.pop("again", None)
+        if set(words).difference(_WORDS_OF_PEERS.get(kind, words)):
+            raise _refused(name, f"{kind!r} rows take only {', '.join(_WORDS_OF_PEERS[kind])}")
+        options = dict(_read(name, word) for word in words if word != "again")
         return cls(name, kind, options.pop("clip", "none"), options)
 
 
@@ -96,7 +92,10 @@ def _read(name: str, word: str) -> tuple[str, Any]:
 
 
 def _refused(name: str, reason: str) -> ConfigError:
-    return ConfigError(f"row {name!r}", reason=reason, remedy=f"use the words in {__name__}")
+    kinds = ", ".join((*OURS, *_WORDS_OF_PEERS))
+    words = ", ".join((*_WORDS, "again", "f0.5", "d2GiB", "b64MiB", "c24GiB"))
+    remedy = f"write KIND-WORD-...; kinds: {kinds}; words: {words}"
+    return ConfigError(f"row {name!r}", reason=reason, remedy=remedy)
 
 
 class Trainer(NamedTuple):
@@ -110,7 +109,8 @@ class Trainer(NamedTuple):
 def make_trainer(case: Case, job: Job, device: torch.device) -> Trainer:
     """Make the trainer of a row; raises ImportError if its peer is not installed."""
     if case.kind == "torchao":
-        model: nn.Module = unsharded_model(job, device)  # torchao does not support DTensors
+        # torchao does not support DTensors.
+        model: nn.Module = initialize(meta_model(job).to_empty(device=device), job, device)
         peer = importlib.import_module("torchao.optim").CPUOffloadOptimizer
         optimizer = peer(model.parameters(), AdamW, fused=True, lr=LEARNING_RATE)
         return Trainer(model, optimizer, lambda: None)

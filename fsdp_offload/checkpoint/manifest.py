@@ -201,6 +201,13 @@ def open_checkpoint(path: Path) -> tuple[Manifest | None, Metadata]:
             raise corrupt(path / METADATA, "it is missing") from error
         if (weights := read_folder(path)) is not None:
             return None, weights
+        held = [each.parent.name for each in path.glob(f"[!.]*/{METADATA}")]
+        if names := sorted(held, key=lambda name: (len(name), name)):  # step-5 before step-10
+            raise CheckpointError(
+                f"{path}",
+                reason=f"not a checkpoint itself; it holds {', '.join(names[-3:])}",
+                remedy="pass one of them",
+            ) from error
         why = f"it has no {METADATA} and no safetensors: not a checkpoint, or an interrupted save"
         raise CheckpointError(
             f"{path}",

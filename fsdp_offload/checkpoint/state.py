@@ -337,12 +337,14 @@ def encode(value: Any, what: str) -> bytes:
         torch.save(value, buffer)
         buffer.seek(0)
         decode(buffer)
-    except Exception as error:
+    except Exception:
+        for name, each in value.items() if isinstance(value, Mapping) else ():
+            encode(each, f"{what}[{name!r}]")  # raises if this entry is the reason
         raise ConfigError(
             f"{what} of type {type(value).__name__}",
-            reason=f"a load would have to run its code: {error}",
+            reason="a load would have to run its code",
             remedy="store numbers, strings, lists, dicts and tensors, such as its state_dict()",
-        ) from error
+        ) from None
     return buffer.getvalue()
 
 

@@ -26,6 +26,12 @@ CARDS_GIB: Final = {
 class Parser(argparse.ArgumentParser):
     """Reports wrong usage in the form of this package's errors."""
 
+    def add_argument(self, *names: Any, **how: Any) -> argparse.Action:
+        """Add an argument; its help ends with its default."""
+        if how.get("default") not in (None, argparse.SUPPRESS):
+            how["help"] += "; default: %(default)s"
+        return super().add_argument(*names, **how)
+
     def error(self, message: str) -> NoReturn:
         """Exit with 2."""
         self.exit(2, f"{PROGRAM}: {message}. Remedy: see {self.prog} --help\n")
@@ -75,16 +81,14 @@ def plan(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``plan``."""
     add = parser.add_argument
     size = parser.add_mutually_exclusive_group(required=True)
-    params = "number of parameters: 8e9, 8B, 500M; plan assumes the usual shape"
-    size.add_argument("--params", help=params)
+    size.add_argument("--params", help="parameters: 8e9, 8B, 500M; plan assumes the usual shape")
     size.add_argument("--config", type=Path, help="config.json of a Hugging Face model")
     add("--gpus", type=at_least(1), default=1, help="GPUs that share the model")
     cards = f"its memory, such as 24GiB, or its model: {', '.join(CARDS_GIB)}"
     add("--gpu", type=gpu, default="h100-80", help=cards, metavar="CARD")
     link = "GB/s between GPU and host, each way with both busy, as `doctor` measures it"
     add("--link", type=at_least(0.1, float), help=link)
-    compute = "milliseconds of an iteration in which nothing moves over the link"
-    add("--compute-ms", type=at_least(0.0, float), help=compute)
+    add("--compute-ms", type=at_least(0.0, float), help="ms of an iteration without transfers")
     add("--tokens", type=at_least(1), default=16384, help="tokens per iteration and GPU")
     add("--weights", choices=("bf16", "fp32"), default="bf16", help="dtype of the parameters")
     add("--moments", choices=("fp32", "bf16", "int8"), default="fp32", help="how to store moments")
@@ -120,7 +124,7 @@ def bench(parser: argparse.ArgumentParser) -> None:
     helps = {"tokens": "tokens per iteration and rank", "seq": "tokens per sequence"}
     for size in ("layers", "dim", "vocabulary", "tokens", "seq"):
         add(f"--{size}", type=at_least(1), help=helps.get(size, "of the GPT"))
-    add("--rows", default=DEFAULT_ROWS, help="comma-separated names; default: all")
+    add("--rows", default=DEFAULT_ROWS, help="comma-separated names; a wrong one lists their words")
     add("--iterations", type=at_least(1), default=10, help="timed iterations per row")
     add("--warm-up", type=at_least(0), default=20, help="iterations before the timed ones")
     add("--micro-batches", type=at_least(1), default=1, help="forward and backward passes per step")

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from ..bench.machine import measure_link
+from ..bench.machine import measure_link, process_group
 from ..core import fsdp_names
 from ..core.config import TransferConfig, exact
 from ..core.devices import parse_cpu_list
@@ -118,18 +115,9 @@ def check_torch(version: str, run: Sequence[str]) -> Check:
     return Check("torch", "ok", version)
 
 
-@contextmanager
-def _group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def check_names() -> Check:
     """Look for FSDP2's private names, on a layer that is sharded on the CPU."""
-    with _group_of_one():
+    with process_group("cpu", alone=True):
         model = nn.Linear(4, 4, device="cpu")
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
         try:
@@ -171,12 +159,11 @@ def check_pinning(device: torch.device) -> Check:
 
 def check_link(device: torch.device, root: Path, address: str) -> Check:
     """Measure copies of page-locked memory on the current device: 2 GiB each way, several times."""
-    with _group_of_one():
+    with process_group("cpu", alone=True):
         measured = measure_link(device, 3)
     to, back, both = (measured[f"{way}_gbps"] for way in ("h2d", "d2h", "h2d+d2h"))
     found = f"{to:.1f} GB/s to the device, {back:.1f} back, {both:.1f} in total with both busy"
-    bound = pcie_gbps(root, address)
-    if bound:
+    if bound := pcie_gbps(root, address):
         found += f"; PCIe allows {bound:.1f} each way"
     if min(to, back) < _SHARE * bound:
         remedy = "check NUMA, the slot (lspci -vv), other processes that copy, and the IOMMU"

@@ -56,8 +56,8 @@ def _of_torch_and_host(index: int) -> Iterator[Check]:
     if not 0 <= index < max(1, count):
         raise ConfigError(
             f"--device {index}",
-            reason=f"torch sees {count} devices",
-            remedy="count from 0, or leave it out",
+            reason=f"torch sees {count or 'no'} GPUs",
+            remedy="count from 0, or leave it out" if count else "leave it out",
         )
     device = torch.device("cuda", index) if count else None
     address = pci_address(device) if device else ""

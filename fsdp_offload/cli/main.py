@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Final
@@ -38,18 +39,20 @@ def main(words: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: for wrong usage, and behind ``--help``.
     """
-    words = sys.argv[1:] if words is None else words
+    # torch works without NumPy, but says in two lines that it is missing.
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     try:
-        code = _run(words)
+        options = parser().parse_args(words)
+        module = import_module(f".{COMMANDS[options.command][0]}", __package__)
+        code = int(module.run(options))
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # a reader such as head has closed the pipe: not an error to print
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except ConfigError as error:  # an option's value is wrong; 1 may be an answer, as plan's is
-        return _failed(str(error), code=2)
     except OffloadError as error:
-        return _failed(str(error))
+        # An option's value is wrong: 2, because 1 may be an answer, as plan's is.
+        return _failed(str(error), code=2 if isinstance(error, ConfigError) else 1)
     except OSError as error:
         if error.errno is None:  # torch cannot load a library
             return _failed(str(error), f"see {PROGRAM} doctor")
@@ -57,12 +60,6 @@ def main(words: Sequence[str] | None = None) -> int:
         return _failed(f"{error.filename or type(error).__name__}: {error.strerror}", remedy)
     except ImportError as error:
         return _failed(f"{error.name or 'import'}: {error}", f"see {PROGRAM} doctor")
-
-
-def _run(words: Sequence[str]) -> int:
-    options = parser().parse_args(words)
-    module = import_module(f".{COMMANDS[options.command][0]}", __package__)
-    return int(module.run(options))
 
 
 def parser() -> argparse.ArgumentParser:

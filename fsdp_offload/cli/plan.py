@@ -13,15 +13,7 @@ from typing import Any, Final
 from ..core.config import GIB, parse_bytes
 from ..core.errors import ConfigError
 from ..link.budget import host_memory
-from ..plan.estimate import (
-    MOST_GPUS,
-    Estimate,
-    Model,
-    Workload,
-    bounds_ms,
-    estimate,
-    fewest_gpus,
-)
+from ..plan.estimate import MOST_GPUS, Estimate, Model, Workload, bounds_ms, estimate, fewest_gpus
 from .arguments import CARDS_GIB
 
 LINKS_GBPS: Final = {"h100-80": 46.5}
@@ -48,11 +40,8 @@ def run(options: argparse.Namespace) -> int:
         ConfigError: the options do not give the size of the model or of the GPU.
     """
     model = model_of(options)
-    memory_bytes = (
-        int(CARDS_GIB[options.gpu] * GIB)
-        if options.gpu in CARDS_GIB
-        else parse_bytes(options.gpu, "--gpu")
-    )
+    size = f"{CARDS_GIB[options.gpu]}GiB" if options.gpu in CARDS_GIB else options.gpu
+    memory_bytes = parse_bytes(size, "--gpu")
     work = Workload(
         tokens=options.tokens,
         gpus=options.gpus,
@@ -62,7 +51,8 @@ def run(options: argparse.Namespace) -> int:
         offload=options.offload,
     )
     given = options.device_memory
-    found = estimate(model, work, memory_bytes, None if given == "auto" else parse_bytes(given))
+    kept = None if given == "auto" else parse_bytes(given, "--device-memory")
+    found = estimate(model, work, memory_bytes, kept)
     fewest = fewest_gpus(model, work, memory_bytes)
     link = options.link or (LINKS_GBPS.get(options.gpu) if options.gpus == 1 else None)
     compute_ms, bounds = options.compute_ms or 0.0, None
@@ -81,10 +71,10 @@ def run(options: argparse.Namespace) -> int:
     if found.fits:
         print(f"time per iteration: {_time(bounds, options.compute_ms, link)}")
     else:
-        kept_bytes = memory_bytes + found.missing_bytes - found.peak_bytes
         print(
-            f"The job does not fit: {found.missing_bytes / GIB:.2f} GiB are missing. CUDA and a "
-            f"margin take {kept_bytes / GIB:.2f} GiB besides the peak."
+            f"The job does not fit: {found.missing_bytes / GIB:.2f} GiB are missing. "
+            f"{(found.peak_bytes - found.missing_bytes) / GIB:.2f} of {memory_bytes / GIB:.2f} GiB "
+            "are usable; CUDA and a margin take the rest."
         )
         if least.fits:
             print(
@@ -92,8 +82,12 @@ def run(options: argparse.Namespace) -> int:
                 f"the GPU, {least.host_bytes / GIB:.2f} GiB of host memory"
             )
     here_bytes = min((each.total_bytes for each in host_memory()), default=math.inf)
-    if (least if least.fits and not found.fits else found).host_bytes > here_bytes:
-        print(f"note: this machine has {here_bytes / GIB:.2f} GiB of host memory, which is less")
+    host_bytes = (least if least.fits and not found.fits else found).host_bytes
+    if host_bytes > here_bytes:
+        print(
+            f"note: this machine has {here_bytes / GIB:.2f} GiB of host memory, less than the "
+            f"{host_bytes / GIB:.2f} GiB that the job takes for each GPU"
+        )
     print("fewest GPUs that hold the job:", fewest or f"more than {MOST_GPUS}; try fewer --tokens")
     return int(not found.fits)
 
@@ -154,11 +148,9 @@ def model_of_config(config: Mapping[str, Any]) -> Model:
 
 
 def _field(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    for key in _NAMES[name]:
-        if config.get(key) is not None:
-            return int(config[key])
-    if default is not None:
-        return default
+    value = next((config[key] for key in _NAMES[name] if config.get(key) is not None), default)
+    if value is not None:
+        return int(value)
     raise ConfigError(
         f"a config without {' or '.join(_NAMES[name])}",
         reason="the size of the model depends on it",

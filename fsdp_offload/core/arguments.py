@@ -39,18 +39,14 @@ def listed(model: object) -> list[nn.Module]:
 
 
 def check_optimizer(optimizer: object, *, several: str) -> None:
-    """Refuse anything but an optimizer or None.
-
-    Args:
-        optimizer: the caller's argument.
-        several: the remedy if the caller passed several optimizers.
+    """Refuse anything but an optimizer or None; ``several``: the remedy if it is several.
 
     Raises:
         ConfigError: ``optimizer`` is something else.
     """
     if optimizer is None or isinstance(optimizer, Optimizer):
         return
-    reason, remedy = "not a torch.optim.Optimizer", "pass the optimizer itself, after the model"
+    reason, remedy = "not a torch.optim.Optimizer", "the order is path (if any), model, optimizer"
     each: Any = optimizer.values() if isinstance(optimizer, Mapping) else optimizer
     if isinstance(each, Iterable) and any(isinstance(one, Optimizer) for one in each):
         reason, remedy = "this call takes one optimizer", several

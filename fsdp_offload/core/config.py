@@ -126,7 +126,7 @@ def _no_size(value: object, name: str) -> ConfigError:
             reason = "an int counts bytes, and so few are probably a mistake"
         remedy = f'write "{number:.15g}{unit}"'
         if unit != "B":
-            remedy += f', or "{number:.15g}B" if bytes are meant'
+            remedy += f'; "{number:.15g}B" would be {number:.15g} bytes'
     return ConfigError(f"{name}={value!r}", reason=reason, remedy=remedy)
 
 

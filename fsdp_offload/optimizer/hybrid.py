@@ -354,16 +354,16 @@ class HybridDeviceOptimizer(Optimizer):
         self._updates.close()
 
     def __repr__(self) -> str:
-        shown = super().__repr__()
-        is_open = self._updates.life.is_built and not self._updates.life.closed
-        return f"{shown}\n{self.statistics()}" if is_open else shown
+        shown, life = super().__repr__(), self._updates.life
+        if life.closed:
+            return f"{shown}\nclosed"
+        return f"{shown}\n{self.statistics()}" if life.is_built else shown
 
     def __getattr__(self, name: str) -> Any:
         """Forward other attributes to the wrapped class, such as ``train()`` and ``eval()``."""
         inner = self.__dict__.get("_inner")
-        if inner is None or name.startswith("_"):
+        if inner is None or name.startswith("_") or not hasattr(inner, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        getattr(inner, name)  # raises if neither has it
         return getattr(self._wrapped, name)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -9,6 +9,7 @@ Nothing here models how fast a GPU is: :func:`bounds_ms` takes the caller's figu
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -225,8 +226,11 @@ def _divide(state: float, allowed: float) -> tuple[float, float]:
 
 
 def fewest_gpus(model: Model, work: Workload, memory_bytes: int) -> int | None:
-    """Find the smallest power of two of GPUs that hold the job; None if :data:`MOST_GPUS` do
-    not."""
-    counts = (2**n for n in range(MOST_GPUS.bit_length()))
-    fitting = (n for n in counts if estimate(model, replace(work, gpus=n), memory_bytes).fits)
-    return next(fitting, None)
+    """Find the fewest GPUs that hold the job; None if :data:`MOST_GPUS` do not."""
+    # What fits on some GPUs also fits on more: bisect.
+    fewest = 1 + bisect_left(
+        range(1, MOST_GPUS + 1),
+        True,
+        key=lambda gpus: estimate(model, replace(work, gpus=gpus), memory_bytes).fits,
+    )
+    return fewest if fewest <= MOST_GPUS else None

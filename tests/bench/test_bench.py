@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -40,7 +41,7 @@ def test_iterations(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     bench([*TINY, *SHORT, "--json", str(out), "--rows", rows, "--shards", "fp32"])
     lines = capfd.readouterr().out.splitlines()
     assert lines[0].startswith("plain: iteration")
-    assert lines[-1].startswith("- torchao: not available: ModuleNotFoundError")
+    assert lines[-2].startswith("- torchao: not available: ModuleNotFoundError")
     found = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
     del found["torchao"]
     for row in found.values():
@@ -129,14 +130,19 @@ def test_words_of_a_name() -> None:
         ("backwards", "'backwards' is not a kind of row"),
         ("step-fp8", "the word 'fp8' is unknown"),
         ("step-dmuch", "the word 'dmuch' is unknown"),
-        ("plain-bf16", "'plain' rows have no such options"),
-        ("torchao-torchclip", "'torchao' rows have no such options"),
-        ("cpuoffload-clip", "'cpuoffload' rows have no such options"),
+        ("plain-bf16", "'plain' rows take only torchclip, again"),
+        ("torchao-torchclip", "'torchao' rows take only again"),
+        ("cpuoffload-clip", "'cpuoffload' rows take only torchclip, again"),
     ],
 )
 def test_a_wrong_name_is_refused(name: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
+    with pytest.raises(ConfigError, match=reason) as caught:
         bench([*TINY, "--rows", name])
+    kinds, words = re.findall(r"(?:kinds|words): ([^;]+)", caught.value.remedy)
+    assert len(str(caught.value).split()) <= 40
+    for kind in kinds.split(", "):  # the remedy is true
+        assert Case.parse(kind).kind == kind
+    assert Case.parse("-".join(["step", *words.split(", ")])).options
 
 
 def test_a_job_is_checked() -> None:

@@ -281,3 +281,23 @@ def test_state_without_values_is_refused(pair: Pair, name: str, value: Any) -> N
         pair[1].load_state_dict(saved)
     assert_same(values_of(pair), before)
     pair[1].step()
+
+
+@pytest.mark.parametrize(
+    ("extra", "what"),
+    [
+        ({"step": 1, "a": object()}, "extra['a'] of type object"),
+        ({"a": {"b": [object()]}}, "extra['a']['b'] of type list"),
+        ({"a": select.poll()}, "extra['a'] of type poll"),
+        ({object: 1}, "extra of type dict"),
+    ],
+    ids=["an entry", "inside an entry", "no pickle", "a key"],
+)
+def test_extra_that_would_run_code_is_named(
+    extra: Any, what: str, pair: Pair, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        checkpoint.save(tmp_path / "one", *pair, extra=extra)
+    assert caught.value.what == what
+    assert caught.value.reason == "a load would have to run its code"
+    assert os.listdir(tmp_path) == []

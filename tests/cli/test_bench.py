@@ -38,9 +38,20 @@ def test_an_iteration_and_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert said.count("\n") == 1
 
 
+def test_cuda_that_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["bench", "--device", "cuda"]) == 2
+    line = "--device cuda: torch sees no CUDA device. Remedy: --device cpu\n"
+    assert capsys.readouterr().err == f"fsdp-offload: {line}"
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_on_the_cpu_sizes_are_small(capsys: pytest.CaptureFixture[str]) -> None:
     """Those of a GPU would take all of a workstation's memory."""
     words = "bench --device cpu --rows plain --warm-up 1 --iterations 1"
     iteration.run_rows(parser().parse_args(words.split()))
-    assert "0.00B parameters" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert ", 0.459M parameters, " in said
+    assert said.endswith("\nA run on the CPU shows that rows work, not their speed.\n")

@@ -272,8 +272,19 @@ def test_an_error_is_a_line_and_the_exit_code(
     assert main(["doctor"]) == 0
 
 
-def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--device", "99"]) == 2
-    found = capsys.readouterr()
-    assert found.err.startswith("fsdp-offload: --device 99: torch sees ")
-    assert found.err.count("\n") == 1
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "torch sees no GPUs. Remedy: leave it out"),
+        (2, "torch sees 2 GPUs. Remedy: count from 0, or leave it out"),
+    ],
+)
+def test_a_device_that_is_not_there(
+    count: int,
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert main(["doctor", "--device", "2"]) == 2
+    assert capsys.readouterr().err == f"fsdp-offload: --device 2: {text}\n"

@@ -115,6 +115,12 @@ def test_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "none: it does not exist" in capsys.readouterr().err
     assert main(["inspect", str(tmp_path)]) == 1
     assert "it has no .metadata" in capsys.readouterr().err
+    for step in (10, 5, 100, 15):
+        (tmp_path / f"step-{step}").mkdir()
+        (tmp_path / f"step-{step}" / ".metadata").touch()
+    assert main(["inspect", str(tmp_path)]) == 1
+    text = "not a checkpoint itself; it holds step-10, step-15, step-100. Remedy: pass one of them"
+    assert capsys.readouterr().err == f"fsdp-offload: {tmp_path}: {text}\n"
 
 
 def named(module: str, name: str) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -44,6 +45,16 @@ def test_help_does_without_torch(words: list[str]) -> None:
     assert text.startswith(("usage: fsdp-offload", "fsdp-offload 0"))
     assert "fsdp_offload.core.errors" in modules
     assert not {name for name in modules if name.split(".")[0] in ("torch", "numpy", "tqdm")}
+
+
+def test_help_tells_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["plan", "--help"])
+    found = " ".join(capsys.readouterr().out.split())
+    assert "tokens per iteration and GPU; default: 16384 " in found
+    assert found.count("; default: ") == 7
+    assert "None" not in found
+    assert "SUPPRESS" not in found
 
 
 def test_help_names_all_commands() -> None:
@@ -118,6 +129,18 @@ def test_a_failure_is_one_line(
     found = capsys.readouterr()
     assert found.err.startswith(f"fsdp-offload: {line}")
     assert (found.err.count("\n"), found.out) == (1, "")
+
+
+def test_of_warnings_only_that_numpy_is_missing_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(options: object) -> int:
+        warnings.warn("Failed to initialize NumPy: No module named 'numpy'", stacklevel=1)
+        warnings.warn("another", stacklevel=1)
+        return 0
+
+    monkeypatch.setattr(doctor, "run", run)
+    with pytest.warns(UserWarning, match="another") as found:
+        assert main.main(["doctor"]) == 0
+    assert [str(each.message) for each in found] == ["another"]
 
 
 def test_a_mistake_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,16 +96,17 @@ def test_what_does_not_fit(capsys: pytest.CaptureFixture[str], host: list[HostMe
     assert main(words) == 1
     text = capsys.readouterr().out
     figures = dict(re.findall(r"^  (\w+).* (\d+\.\d\d)$", text, re.MULTILINE))
-    given = re.search(r"fit: (\S+) GiB are missing. CUDA and a margin take (\S+) GiB", text)
+    given = re.search(r"fit: (\S+) GiB are missing. (\S+) of 23.50 GiB are usable;", text)
     assert given is not None
-    missing, kept = map(float, given.groups())
-    assert float(figures["peak"]) == pytest.approx(23.5 - kept + missing, abs=0.02)
-    assert text.endswith(
-        "note: this machine has 80.00 GiB of host memory, which is less\n"
-        "fewest GPUs that hold the job: 2\n"
-    )
+    missing, usable = map(float, given.groups())
+    assert float(figures["peak"]) == pytest.approx(usable + missing, abs=0.02)
     hint = re.search(r"hint: (.*) fits: (\S+) GiB on the GPU, (\S+) GiB of host memory\n", text)
     assert hint is not None
+    assert text.endswith(
+        "note: this machine has 80.00 GiB of host memory, less than the "
+        f"{hint[3]} GiB that the job takes for each GPU\n"
+        "fewest GPUs that hold the job: 2\n"
+    )
     assert main([*words, *hint[1].split()]) == 0  # the hint is true
     text = capsys.readouterr().out
     assert re.search(rf"^  peak .* {hint[2]}$", text, re.MULTILINE)
@@ -128,7 +129,7 @@ def test_a_config_of_hugging_face(
         (["--params", "many"], "not a number of parameters"),
         (["--params", "inf"], "not a number of parameters"),
         (["--params", "8"], "below a million. Remedy: write 8B"),
-        (["--params", "8B", "--device-memory", "much"], "not a size"),
+        (["--params", "8B", "--device-memory", "much"], "--device-memory='much': not a size"),
         (["--config", "nowhere.json"], "No such file"),
     ],
 )

@@ -55,6 +55,11 @@ def test_it_is_an_optimizer_that_shares_groups_and_defaults() -> None:
     assert groups[0] is group
     assert optimizer.defaults == defaults
     assert repr(optimizer).startswith("HybridDeviceOptimizer (")
+    assert not hasattr(optimizer, "offload")
+    with pytest.raises(
+        AttributeError, match=r"^'HybridDeviceOptimizer' object has no .* 'offload'$"
+    ):
+        optimizer.offload()
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert optimizer.param_groups[0] is group
 
@@ -382,8 +387,10 @@ def test_close_gives_everything_back_and_may_be_called_again(
     assert len(mappings_now() - mappings) == {"resident": 0, "host": 2}.get(lane, 1)
     own = set(host_threads()) - threads
     assert len(own) == (1 if lane == "host" else 0)
+    assert "closed" not in repr(optimizer)
     optimizer.close()
     optimizer.close()
+    assert repr(optimizer).endswith("\nclosed")
     assert have_ended(own)  # it may hold memory until then
     gc.collect()
 
