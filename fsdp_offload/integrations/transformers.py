@@ -36,7 +36,8 @@ def offload(trainer: T, **options: Any) -> T:
         models = [each for each in several if isinstance(each, nn.Module)]
         for each in several:
             if models and isinstance(each, AcceleratedOptimizer):
-                each.optimizer = HybridDeviceOptimizer(each.optimizer, models, **options)
+                if not isinstance(each.optimizer, HybridDeviceOptimizer):  # by another train()
+                    each.optimizer = HybridDeviceOptimizer(each.optimizer, models, **options)
         return made
 
     accelerator.prepare = prepare_and_wrap

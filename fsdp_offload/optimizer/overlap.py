@@ -430,8 +430,8 @@ def with_overlap(
     is_gated = bool(trained) and gated.issuperset(trained)
     if models and not gated and can_overlap(inner) and is_rank_0():
         logging.getLogger("fsdp_offload").info(
-            "step() waits for all transfers: to hide them, call fsdp_offload.shard(model) before "
-            "building the optimizer"
+            "step() waits for all transfers: to hide them, shard the model first, by "
+            "fsdp_offload.shard(model) or your trainer's FSDP2"
         )
     return replace(config, overlap="forward" if is_gated and can_overlap(inner) else "step")
 

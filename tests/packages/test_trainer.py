@@ -111,6 +111,24 @@ def test_smoke(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2).run(train, True, str(tmp_path / "ours")) == expected
 
 
+def train_twice(offloads: bool, folder: str) -> list[Any]:
+    from transformers import Trainer, TrainingArguments
+
+    settings = dict(use_cpu=True, max_steps=2, logging_steps=1, learning_rate=0.01, seed=3)
+    settings |= dict(report_to=[], disable_tqdm=True, save_strategy="no")
+    args = TrainingArguments(output_dir=folder, **settings)
+    trainer = Trainer(model=make_model(), args=args, train_dataset=rows())
+    return finished(trainer, offloads, "", {}) + finished(trainer, False, "", {})
+
+
+def test_a_second_train_goes_on(ranks: Ranks, tmp_path: Path) -> None:
+    [expected], [found] = (
+        ranks(1).run(train_twice, offloads, str(tmp_path)) for offloads in (False, True)
+    )
+    assert found == expected
+    assert sum("loss" in row for row in found) == 4
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("full", [False, True])
 def test_the_trainer_trains_saves_and_resumes_the_same(
