@@ -162,9 +162,11 @@ def test_at_any_line_all_stays_usable(tmp_path: Path, call: str, moments: int) -
             lines(work, at)
             interrupted -= 1
         interrupted += 1
-        for thread in {*threading.enumerate()} - threads:
-            thread.join(10)  # a save in the background may go on
-            assert not thread.is_alive(), at
+        while others := {*threading.enumerate()} - threads:
+            for thread in others:
+                if thread.is_alive():  # else another one is starting it
+                    thread.join(10)  # a save in the background may go on
+                    assert not thread.is_alive(), at
         gc.collect()
         assert len(os.listdir("/proc/self/fd")) == descriptors, at
         if call == "load":
