@@ -191,6 +191,14 @@ def rewards(output: str) -> list[float]:
     return [float(reward) for reward in re.findall(r"reward (\d\.\d+) ", output)]
 
 
+def test_the_notebook_draws_one_curve_of_both_runs() -> None:
+    output = finish(start([str(EXAMPLES / "curve.py")]))
+    losses = [float(loss) for loss in re.findall(r"loss (\S+) \|", output)]
+    assert len(losses) == 20
+    assert losses[-1] < 0.6 * losses[0]
+    assert output.endswith("the losses are equal, bit for bit\n")
+
+
 RL = (str(EXAMPLES / "rl_phases.py"), "--batch=32", "--length=24", "--warm-up=120")
 
 
