@@ -33,7 +33,7 @@ def test_plain_modules_are_updated_in_the_step(
     plain = torch.optim.AdamW(model.parameters())
     optimizer = HybridDeviceOptimizer(plain, model, overlap=overlap)
     assert optimizer.statistics().overlap == "step"
-    assert ("call fsdp_offload.shard(model)" in caplog.text) == (overlap is None)
+    assert ("by fsdp_offload.shard(model)" in caplog.text) == (overlap is None)
 
 
 def chosen(how: str) -> str:
