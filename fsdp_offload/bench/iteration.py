@@ -237,11 +237,10 @@ def markdown_table(report: Mapping[str, Any], all_columns: Columns) -> str:
 def describe(report: Mapping[str, Any]) -> str:
     """Describe the job, the machine and its link."""
     job, machine, link = report["job"], report["environment"], report.get("link")
-    params = report["params"]
-    size = f"{params / 1e9:.3g}B" if params >= 5e8 else f"{params / 1e6:.3g}M"
+    unit, size = ("B", 1e9) if report["params"] >= 5e8 else ("M", 1e6)
     words = [
         f"{job['ranks']} rank{'s' if job['ranks'] > 1 else ''}",
-        f"{size} parameters",
+        f"{report['params'] / size:.3g}{unit} parameters",
         f"{job['shards']} shards",
         f"{job['tokens']} tokens per rank",
         machine.get("gpu", "CPU"),

@@ -40,7 +40,7 @@ from typing import Final
 from ..core.errors import CheckpointError, ConfigError
 from ..core.progress import warn
 from .files import fsync_folder, write_whole
-from .manifest import MANIFEST, METADATA, Manifest, crc_of, read_manifest
+from .manifest import MANIFEST, METADATA, Manifest, crc_of, names_in, read_manifest
 
 _log = logging.getLogger("fsdp_offload")
 
@@ -319,8 +319,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     checked(folder)
     found = _complete_in(Path(folder))
     if not found:
-        others = {path.parent for path in Path(folder).glob(f"[!.]*/{METADATA}")}
-        if names := sorted(path.name for path in others if _manifest_of(path) is None):
+        if names := [n for n in names_in(Path(folder)) if _manifest_of(Path(folder, n)) is None]:
             warn(
                 "latest(%r) finds no checkpoint of this package. It does not look at those of "
                 "other programs: %s. To resume from one, pass it to checkpoint.load()",

@@ -201,8 +201,7 @@ def open_checkpoint(path: Path) -> tuple[Manifest | None, Metadata]:
             raise corrupt(path / METADATA, "it is missing") from error
         if (weights := read_folder(path)) is not None:
             return None, weights
-        held = [each.parent.name for each in path.glob(f"[!.]*/{METADATA}")]
-        if names := sorted(held, key=lambda name: (len(name), name)):  # step-5 before step-10
+        if names := names_in(path):
             raise CheckpointError(
                 f"{path}",
                 reason=f"not a checkpoint itself; it holds {', '.join(names[-3:])}",
@@ -218,6 +217,12 @@ def open_checkpoint(path: Path) -> tuple[Manifest | None, Metadata]:
     if manifest is not None and manifest.files.get(METADATA) != (len(data), zlib.crc32(data)):
         raise corrupt(path / METADATA, "it changed after it was written")
     return manifest, decode_metadata(data, path / METADATA)
+
+
+def names_in(folder: Path) -> list[str]:
+    """Name the checkpoints in a folder, step-5 before step-10."""
+    names = (file.parent.name for file in folder.glob(f"[!.]*/{METADATA}"))
+    return sorted(names, key=lambda name: (len(name), name))
 
 
 def read_manifest(path: Path) -> Manifest | None:

@@ -337,14 +337,14 @@ def encode(value: Any, what: str) -> bytes:
         torch.save(value, buffer)
         buffer.seek(0)
         decode(buffer)
-    except Exception:
+    except Exception as error:
         for name, each in value.items() if isinstance(value, Mapping) else ():
             encode(each, f"{what}[{name!r}]")  # raises if this entry is the reason
         raise ConfigError(
             f"{what} of type {type(value).__name__}",
             reason="a load would have to run its code",
             remedy="store numbers, strings, lists, dicts and tensors, such as its state_dict()",
-        ) from None
+        ) from error
     return buffer.getvalue()
 
 

@@ -111,10 +111,8 @@ def _text(report: Mapping[str, Any]) -> str:
     if not report["faults"]:
         lines.append(f"complete; {_CHECKSUMS[report['checksums']]}")
     if "ranks" in report:
-        lines.append(
-            f"saved {report['completed']}, ranks: {report['ranks']}, "
-            f"{report['optimizer'] or 'no optimizer'}"
-        )
+        who = report["optimizer"] or "no optimizer"
+        lines.append(f"saved {report['completed']}, ranks: {report['ranks']}, {who}")
     if "optimizer_steps" in report:
         lines.append(
             "optimizer steps: "

@@ -43,8 +43,7 @@ def main(words: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     try:
         options = parser().parse_args(words)
-        module = import_module(f".{COMMANDS[options.command][0]}", __package__)
-        code = int(module.run(options))
+        code = int(import_module(f".{COMMANDS[options.command][0]}", __package__).run(options))
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # a reader such as head has closed the pipe: not an error to print
