@@ -144,11 +144,7 @@ def _eight(row_bytes: Sequence[int]) -> tuple[int, ...]:
 
 
 def claim(
-    pool: PagePool,
-    table: PageTable,
-    count: Tensor,
-    capacity: int,
-    row_bytes: Sequence[int],
+    pool: PagePool, table: PageTable, count: Tensor, capacity: int, row_bytes: Sequence[int]
 ) -> None:
     """As :func:`.pages.claim`."""
     operands = (count, pool.tops, pool.free, table.pages, table.record, pool.flags)
@@ -163,11 +159,7 @@ def release(pool: PagePool, table: PageTable) -> None:
 
 
 def move(
-    pool: PagePool,
-    table: PageTable,
-    words: Sequence[Tensor],
-    row_bytes: Sequence[int],
-    out: bool,
+    pool: PagePool, table: PageTable, words: Sequence[Tensor], row_bytes: Sequence[int], out: bool
 ) -> None:
     """As :func:`.pages.move`."""
     memories = (*words, *(words[0],) * (MOST_RANGES - len(words)))

@@ -140,11 +140,7 @@ class PagePool:
 
 
 def claim(
-    pool: PagePool,
-    table: PageTable,
-    count: Tensor,
-    capacity: int,
-    row_bytes: Sequence[int],
+    pool: PagePool, table: PageTable, count: Tensor, capacity: int, row_bytes: Sequence[int]
 ) -> None:
     """Claim pages for rows of several ranges, near ones first: all, or none with a flag set.
 
@@ -198,11 +194,7 @@ def release(pool: PagePool, table: PageTable) -> None:
 
 
 def move(
-    pool: PagePool,
-    table: PageTable,
-    words: Sequence[Tensor],
-    row_bytes: Sequence[int],
-    out: bool,
+    pool: PagePool, table: PageTable, words: Sequence[Tensor], row_bytes: Sequence[int], out: bool
 ) -> None:
     """Copy the rows in use into the pages (``out``), or back.
 

@@ -128,9 +128,7 @@ def _reason(tensor: Tensor, device: torch.device) -> str | None:
         return "a subclass"
     if tensor.device != device:
         return "another device"
-    if not tensor.is_floating_point():
-        return "not floating"
-    return None
+    return None if tensor.is_floating_point() else "not floating"
 
 
 def _rows_of(tensor: Tensor, capacity: int) -> ByteRange | None:

@@ -161,8 +161,9 @@ class Backend(Protocol):
     can_pin: bool
     """Whether the driver of this device can page-lock host memory."""
 
-    def stream(self, name: str) -> Stream:
-        """Make a new stream; ``name`` appears in traces and in the simulator."""
+    def stream(self, name: str, *, is_urgent: bool = False) -> Stream:
+        """Make a new stream; ``name`` appears in traces and in the simulator. Kernels of an urgent
+        one go before others that are ready."""
 
     def bulk_stream(self, name: str) -> Stream:
         """Make a new stream for bulk copies in one direction that let copies of others through."""

@@ -187,8 +187,9 @@ class AcceleratorBackend:
         self.can_pin = device.type == "cuda"
         self._commands = _commands_for(self.device)
 
-    def stream(self, name: str) -> Stream:
-        return self._wrapped(self._module.Stream(device=self.device), name)
+    def stream(self, name: str, *, is_urgent: bool = False) -> Stream:
+        raw = self._module.Stream(device=self.device, priority=-int(is_urgent))
+        return self._wrapped(raw, name)
 
     def bulk_stream(self, name: str) -> Stream:
         raws = [self._module.Stream(device=self.device) for _ in range(3)]
@@ -305,7 +306,7 @@ class CpuBackend:
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cpu")
 
-    def stream(self, name: str) -> Stream:
+    def stream(self, name: str, *, is_urgent: bool = False) -> Stream:
         return _CpuStream(name)
 
     def bulk_stream(self, name: str) -> Stream:

@@ -52,11 +52,6 @@ class ShardInfo:
         """Elements of this rank's shard."""
         return math.prod(self.local_shape)
 
-    @property
-    def global_numel(self) -> int:
-        """Elements of the whole parameter."""
-        return math.prod(self.global_shape)
-
 
 def local(tensor: Tensor) -> Tensor:
     """Return the shard of ``tensor``, which shares its memory and has no autograd history.

@@ -101,8 +101,8 @@ class Link:
     @functools.cached_property
     def update(self) -> Stream:
         """Stream for kernels that update fetched bytes, beside both directions; created on first
-        use."""
-        return self._backend.stream("update")
+        use. Urgent: else each waits for a whole kernel of the model, and the link for it."""
+        return self._backend.stream("update", is_urgent=True)
 
     def keep_order(self) -> None:
         """Order later fetches after all earlier ones, because they may share device memory."""

@@ -269,6 +269,7 @@ class HostGradients:
     ) -> None:
         """See :class:`..core.fsdp.Watcher`. Let the group's gradients leave."""
         store, mover = self._stores[index], self.mover
+        returned, store.returned = store.returned, {}
         found = store.reduced()
         if not found or mover.backend.is_capturing():
             return
@@ -280,7 +281,6 @@ class HostGradients:
         starts, block = store.place(shards)
         stored = mover.link.store(block, after=[normed, *{place.read for place in store.places}])
         self._held.append((stored, list(shards.values())))
-        returned, store.returned = store.returned, {}
         store.places, store.records = [], []
         for start, each, (gradient, shard) in zip(starts, norms, found.values(), strict=True):
             host = store.host[start : start + shard.nbytes].view(shard.dtype).view(shard.shape)

@@ -317,10 +317,14 @@ class HybridDeviceOptimizer(Optimizer):
         """Make backward only add to ``.grad`` inside, for all micro-batches but the last.
 
         Only ``overlap="backward"`` needs it, unless the caller already tells FSDP2
-        (``set_requires_gradient_sync(False)`` or ``set_is_last_backward(False)``).
+        (``set_requires_gradient_sync(False)`` or ``set_is_last_backward(False)``). With
+        ``offload="all"``, gradients leave the device from the first call on, as with the other
+        overlaps.
+
+        Raises:
+            HostMemoryError, PinningError: what leaves does not fit into host memory.
         """
-        overlap = self._updates.overlap
-        return contextlib.nullcontext() if overlap is None else overlap.accumulate()
+        return self._updates.accumulate()
 
     def synchronize(self) -> None:
         """Block until parameters and state are final, and host memory may be read."""

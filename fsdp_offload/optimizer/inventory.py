@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -142,7 +143,7 @@ class Inventory:
         per_numel = bytes_per_element(schema, form, compute, self._config)
         return ParamSpec(
             fqn=fqn,
-            global_bytes=int(info.global_numel * per_numel),
+            global_bytes=int(math.prod(info.global_shape) * per_numel),
             must_stay=native,
             whole=not schema.elementwise,
         )

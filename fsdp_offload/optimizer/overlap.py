@@ -20,7 +20,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Final, Protocol
 
@@ -56,6 +56,7 @@ class Owner(Protocol):
     """The optimizer as the hooks see it."""
 
     life: Lifecycle
+    accumulating: int  # contexts in which backward only adds to .grad
 
     # Begins an iteration when its first gradients arrive. May reserve more state, and call
     # Overlap.attach. None: step() will refuse it.
@@ -79,9 +80,7 @@ class Overlap:
         self.is_off = False  # after a capture: step() waits for its updates
         self._warned = False
         self._spent: dict[Tensor, SpentGradient] = {}
-        self._accumulating = 0
-        self._passed = 0  # gates that the forward has reached since the last step
-        self._steps = 0
+        self._passed, self._steps = 0, 0  # gates that the forward has reached since the last one
         self._watched: Times | None = None
         self.work: Work | None = None
         """The iteration that began in backward; ``step()`` ends it."""
@@ -121,15 +120,6 @@ class Overlap:
         """Whether gradients were consumed since the last ``step()``."""
         return self.work is not None
 
-    @contextlib.contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """Make backward leave gradients in ``.grad`` inside, because more will be added."""
-        self._accumulating += 1
-        try:
-            yield
-        finally:
-            self._accumulating -= 1
-
     def consume(self, params: Sequence[ParamState]) -> None:
         """Replace the gradients of ``params`` by stand-ins: the optimizer owns them now."""
         for param in params:
@@ -148,8 +138,7 @@ class Overlap:
         Raises:
             SpentGradientError: there is one. They are forgotten, so the next ``step()`` works.
         """
-        params = [param for gate in self.gates for param in gate.params]
-        taken = [param for param in params if work.gradients[param.index] is not None]
+        taken = [r for gate in self.gates for r in gate.params if work.ready[r.index] is not None]
         if changed := [param for param in taken if not is_spent(param.parameter.grad)]:
             for param in changed:
                 param.parameter.grad = self._spent.get(param.parameter)
@@ -377,15 +366,15 @@ class Overlap:
         self, index: int, reduced: Event, stream: Stream, *, is_last: bool = True
     ) -> None:
         """See :class:`..core.fsdp.Watcher`."""
-        takes = self._in_backward and is_last and not self._accumulating
-        if not takes or not self.gates[index].params:
+        owner, gate = self._find_owner(), self.gates[index]
+        takes = self._in_backward and is_last and gate.params
+        if owner is None or owner.accumulating or not takes:
             return
         if self._steps + 1 in REORDER_AFTER:
-            self.gates[index].reduced = stream.record_timed()
-        if (owner := self._find_owner()) is not None:
-            with owner.life.turn("an update in backward()"):
-                owner.check_present("an update in backward()")
-                self._take(index, reduced, owner)
+            gate.reduced = stream.record_timed()
+        with owner.life.turn("an update in backward()"):
+            owner.check_present("an update in backward()")
+            self._take(index, reduced, owner)
 
     def _take(self, index: int, reduced: Event, owner: Owner) -> None:
         """Take a gate's gradients, final after ``reduced``, and update the complete buckets."""

@@ -153,7 +153,11 @@ class Ring:
         ready = [max(ready_ms[i] for i in bucket.indices) for bucket in self.buckets]
         self._ranks = [min(ranks[i] for i in bucket.indices) for bucket in self.buckets]
         costs = [b.n_bytes * ms_per_byte if i in slow else 0 for i, b in enumerate(self.buckets)]
-        self._deadlines = deadline_order(ready, self._ranks, costs)
+        # In backward, the next weights go into the slots of the group that came before: a bucket
+        # with parameters of both passes first.
+        turn = -1 if self.overlap == "backward" else 1
+        keys = [rank * len(self.buckets) + turn * i for i, rank in enumerate(self._ranks)]
+        self._deadlines = deadline_order(ready, keys, costs)
         self._arrange(self.staying, len(self.slots))
 
     def fit(self, allowed_bytes: int, step: int) -> None:

@@ -81,13 +81,14 @@ class Updates:
         self.overlap: Overlap | None = None
         self.weights: Weights | None = None
         self.gradients: HostGradients | None = None
+        self._may_send = config.offload == "all"  # gradients; not known yet
         self.memory = DeviceMemory(backend) if config.device_memory == "auto" else None
         # It ends all work while masters can see the weights.
         self.device_state = DeviceState(self.reserved, finish=self.finish, turn=self.life.turn)
         self.masters = Masters(self.life, self.reserved, self.device_state)
         self._grouped = GroupedParameters(inner.param_groups)
         self._had_gradient = False  # of any parameter, in any step
-        self.steps, self.step_ms = 0, 0.0
+        self.steps, self.step_ms, self.accumulating = 0, 0.0, 0
 
     def build(self) -> None:
         """Reserve state and take that of the wrapped optimizer over; on error all is given back."""
@@ -101,7 +102,8 @@ class Updates:
                 else:
                     self._extend(self.reserved.inventory.trainable())
                     self.reserved.take_over()
-                    self._send_gradients()
+                    if self.reserved.config.overlap != "backward":  # which uses them at once
+                        self._send_gradients()
         except BaseException:
             self._give_back()
             raise
@@ -116,11 +118,26 @@ class Updates:
             reserved.use(self.weights)
 
     def _send_gradients(self) -> None:
-        if self._config.offload == "all":
+        if self._may_send:
             reserved = self.reserved
-            backend, config = reserved.backend, reserved.config
-            self.gradients = send_gradients(self._models, reserved.params, backend, config)
-            self._attach()
+            self.gradients = send_gradients(
+                self._models, reserved.params, reserved.backend, reserved.config
+            )
+            self._may_send = False
+            if self.gradients is not None:
+                reserved.engine.ring.gradients = self.gradients.slots
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """See :meth:`.HybridDeviceOptimizer.accumulate`."""
+        if self.overlap is not None:
+            with self.life.turn("accumulate()"), ordinary_tensors():
+                self._send_gradients()
+        self.accumulating += 1
+        try:
+            yield
+        finally:
+            self.accumulating -= 1
 
     def _make_overlap(self) -> None:
         self.overlap = make_overlap(self, self.inner, self._models, self.reserved.engine)

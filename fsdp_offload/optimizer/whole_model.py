@@ -113,7 +113,7 @@ def send_gradients(
     config: OffloadConfig,
 ) -> HostGradients | None:
     """What ``offload="all"`` asks for: gradients leave of ``params`` whose state does. None: all
-    stay; with ``overlap="backward"`` they are used as soon as they are there.
+    stay.
 
     Raises:
         HostMemoryError, PinningError: see :class:`.HostGradients`.
@@ -128,6 +128,6 @@ def send_gradients(
         None if config.device_memory == "auto" else config.first_device_bytes,
         backend.free_and_total()[1],
     )
-    if fits or config.overlap == "backward" or not any(map(any, leaves)):
+    if fits or not any(map(any, leaves)):
         return None
     return HostGradients(groups, backend, config, leaves)

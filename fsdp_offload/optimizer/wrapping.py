@@ -277,9 +277,9 @@ def _method(name: str, wrapper: Optimizer) -> Callable[..., Any]:
         return getattr(wrapper, name)(*args, **kwargs)
 
     forward.__name__ = name
-    forward.hooked = True  # type: ignore[attr-defined]  # torch need not add hooks: wrapper has them
-    # A scheduler on the wrapped optimizer looks for this mark on its step.
-    forward._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    # torch need not add hooks, which the wrapper has. A scheduler on the wrapped optimizer looks
+    # for the second mark on its step.
+    forward.hooked = forward._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return forward
 
 

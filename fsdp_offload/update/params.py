@@ -235,6 +235,7 @@ class Work:
 
     def put(self, index: int, gradient: Tensor | Taken | None) -> None:
         """Set the gradient of a parameter."""
+        self.taken.pop(index, None)
         if isinstance(gradient, Taken):
             self.taken[index] = gradient
             gradient = gradient.place.host.view(-1)

@@ -209,6 +209,4 @@ def _differs(value: Any, before: Any) -> bool:
         return False
     if isinstance(value, Tensor) and isinstance(before, Tensor):
         return not torch.equal(value, before)
-    if isinstance(value, Tensor) or isinstance(before, Tensor):
-        return True
-    return bool(value != before)
+    return isinstance(value, Tensor) or isinstance(before, Tensor) or bool(value != before)

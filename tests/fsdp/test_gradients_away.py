@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from fsdp_offload import (
     DeviceMemoryError,
@@ -23,7 +25,7 @@ from fsdp_offload import (
     PhaseOffloader,
 )
 from fsdp_offload.core.recorded import RecordedShard
-from fsdp_offload.link import held_bytes
+from fsdp_offload.link import HostPool, held_bytes
 from fsdp_offload.update.bucket import BucketUpdate
 from tests.fsdp import models
 from tests.fsdp.models import Ranks, check, check_same
@@ -222,6 +224,53 @@ def test_training_on_four_ranks_has_the_same_bits(ranks: Ranks, how: dict[str, A
     ranks(4).run(train_both, 4, "clip", **how)
 
 
+def accumulate(size: int, micro: int, *, skips: Any = (), **how: Any) -> None:
+    """With updates in backward: gradients of all micro-batches but the last leave, and are read."""
+    found = []
+    for offload in ("state", "all"):
+        model = build(size, **how)
+        optimizer = wrap(model, offload=offload, overlap="backward")
+        seen: list[Any] = []
+        for index in range(STEPS):
+            # Once it has begun with one micro-batch, which uses gradients at once.
+            count = micro if index else 1
+            for batch in range(count):
+                marks = contextlib.nullcontext() if batch + 1 == count else optimizer.accumulate()
+                with marks:
+                    skip = 1 if (index, batch) in skips else None
+                    loss = loss_of(model, 10 * index + batch, skip=skip)
+                    loss.backward()
+                    seen.append(loss.detach())
+                if batch + 1 < count and (index, batch) not in skips:
+                    is_away = away(model)
+                    check(all(is_away) == any(is_away) == (offload == "all"), f"{is_away}")
+                    if index == 2:
+                        seen += whole(gradients(model))
+            optimizer.step()
+            optimizer.zero_grad()
+            has_left = optimizer.statistics().host_gradient_bytes > 0
+            check(has_left == (offload == "all" and index > 0), "gradients leave")
+        found.append([*seen, *map(models.local, model.state_dict().values())])
+        optimizer.close()
+        check(not any("gradients" in each for each in held_bytes()), "host memory")
+    for index, (one, other) in enumerate(zip(*found, strict=True)):
+        check_same(one, other, f"seen: {index}")
+
+
+@pytest.mark.parametrize(
+    ("size", "how"),
+    [
+        (1, {"micro": 3}),
+        (2, {"micro": 2, "dtype": BF16}),
+        (2, {"micro": 2, "skips": ((1, 1), (2, 0), (3, 1))}),
+        (2, {"micro": 3, "mp_policy": MixedPrecisionPolicy(reduce_dtype=FP32), "dtype": BF16}),
+        (2, {"micro": 2, "reshard_after_forward": False}),
+    ],
+)
+def test_backward_accumulates(ranks: Ranks, size: int, how: dict[str, Any]) -> None:
+    ranks(size).run(accumulate, size, **how)
+
+
 # --------------------------------------------------------------------------- what else happens
 
 
@@ -403,6 +452,47 @@ def no_room_in_step() -> None:
     compare(mine, plain, "a weight")
 
 
+def no_room_for_what_was_accumulated() -> None:
+    """Of a block that the last micro-batch skips: the first ``step()`` ends nothing."""
+    plain, mine = build(1), build(1)
+    for model, offload in ((plain, "state"), (mine, "all")):
+        optimizer = wrap(model, offload=offload, overlap="backward")
+        with optimizer.accumulate():
+            loss_of(model, 0).backward()
+        loss_of(model, 1, skip=1).backward()
+        if offload == "all":
+            backend = optimizer._updates.reserved.backend
+            error = torch.OutOfMemoryError("full")
+            full = mock.patch.object(backend, "allocate", side_effect=error)
+            with full, pytest.raises(DeviceMemoryError, match="gradients"):
+                optimizer.step()
+            next(p for p in model.parameters() if type(p.grad) is DTensor).grad.add_(0.0)
+        optimizer.step()
+        optimizer.close()
+    compare(mine, plain, "a weight")
+
+
+def accumulate_for_the_first_time() -> None:
+    """Without host memory, and then in ``inference_mode``."""
+    plain, mine = build(1), build(1)
+    for model, offload in ((plain, "state"), (mine, "all")):
+        optimizer = wrap(model, offload=offload, overlap="backward")
+        error = HostMemoryError("gradients", reason="a test", remedy="none")
+        short = mock.patch.object(HostPool, "take", side_effect=error)
+        if offload == "all":
+            with short, pytest.raises(HostMemoryError), optimizer.accumulate():
+                raise AssertionError("entered")
+        with torch.inference_mode():
+            context = optimizer.accumulate()
+            context.__enter__()
+        loss_of(model, 0).backward()
+        context.__exit__(None, None, None)
+        loss_of(model, 1).backward()
+        optimizer.step()
+        optimizer.close()
+    compare(mine, plain, "a weight")
+
+
 def update_fails() -> None:
     """More often than there are slots, each time made good by a load."""
     plain, mine = build(1), build(1)
@@ -458,6 +548,8 @@ JOBS = (
     two_optimizers,
     no_room,
     no_room_in_step,
+    no_room_for_what_was_accumulated,
+    accumulate_for_the_first_time,
     update_fails,
 )
 

@@ -758,3 +758,23 @@ def copy_parameters() -> None:
 )
 def test_from_start_to_end(ranks: Ranks, job: Any, arguments: tuple[str, ...]) -> None:
     ranks(2).run(job, *arguments)
+
+
+def order_in_backward() -> None:
+    model = build(1)
+    optimizer = wrap(model, overlap="backward")
+    updates: Any = optimizer._updates
+    ring = updates.reserved.engine.ring
+    groups = {r.index: gate.rank for gate in updates.overlap.gates for r in gate.params}
+    spans = [sorted({groups[i] for i in bucket.indices}) for bucket in ring.buckets]
+    shared = [index for index, of in enumerate(spans) if len(of) > 1]
+    check(len(shared) > 1, f"{spans}")
+    for index in shared:
+        alike = [i for i, of in enumerate(spans) if of[0] == spans[index][0]]
+        check(min(alike, key=ring.order.index) == index, f"{ring.order} of {spans}")
+    optimizer.close()
+
+
+def test_a_slot_is_free_when_its_group_is_updated(ranks: Ranks) -> None:
+    """The next weights go into the slot of the group before: a bucket of both passes first."""
+    ranks(1).run(order_in_backward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,15 +74,22 @@ def hold_up(optimizer: HybridDeviceOptimizer, late: str) -> None:
 def train(model: Any, optimizer: HybridDeviceOptimizer, late: str, what: str) -> list[Tensor]:
     generator, dtype = torch.Generator("cuda").manual_seed(1), next(model.parameters()).dtype
     seen = []
+    count = 2 if "accumulate" in what else 1
     for _ in range(STEPS):
-        for _ in range(2 if what == "accumulate" else 1):
-            x = torch.randn(64, WIDTH, device="cuda", generator=generator).to(dtype)
-            hold_up(optimizer, late)
-            loss = model(x).float().square().mean()
-            hold_up(optimizer, late)
-            loss.backward()
-            seen.append(loss.detach())
+        for batch in range(count):
+            is_last = batch + 1 == count
+            with contextlib.nullcontext() if is_last else optimizer.accumulate():
+                x = torch.randn(64, WIDTH, device="cuda", generator=generator).to(dtype)
+                hold_up(optimizer, late)
+                loss = model(x).float().square().mean()
+                hold_up(optimizer, late)
+                loss.backward()
+                seen.append(loss.detach())
         hold_up(optimizer, late)
+        if what == "accumulate in backward":
+            optimizer.step()
+            optimizer.zero_grad()
+            continue
         if what == "unscale":
             found = torch.zeros((), device="cuda")
             scaler, factor = torch.amp.GradScaler("cuda"), torch.tensor(0.3, device="cuda")
@@ -100,6 +108,7 @@ def train(model: Any, optimizer: HybridDeviceOptimizer, late: str, what: str) ->
 CASES = [
     *((late, "clip", torch.bfloat16, "forward") for late in LATE),
     *((late, "accumulate", torch.bfloat16, "forward") for late in LATE),
+    *((late, "accumulate in backward", torch.bfloat16, "backward") for late in LATE),
     ("store", "clip", torch.float32, "step"),
     ("fetch", "accumulate", torch.float32, "step"),
     ("nothing", "write", torch.bfloat16, "forward"),

@@ -246,3 +246,31 @@ def test_code_that_reads_parameters_after_a_step_waits_for_it(
             for found, expected in zip(read(gated), read(sharded), strict=True):
                 assert torch.equal(found, expected)
     optimizer.close()
+
+
+def test_updates_do_not_wait_for_all_of_a_large_kernel(mesh: Any) -> None:
+    """Their stream has priority: a product of matrices has many thread blocks, and an update begins
+    between two of them."""
+    model = build(mesh, torch.bfloat16)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    optimizer = HybridDeviceOptimizer(inner, model, device_memory=0)
+    update: Any = optimizer._updates.reserved.engine.update
+    assert update.raw.priority < torch.cuda.current_stream().priority
+    matrix = torch.randn(16384, 16384, device="cuda", dtype=torch.bfloat16)
+    some, small = torch.empty_like(matrix), torch.ones(1 << 20, device="cuda")
+    for _ in range(3):  # the first ones load kernels
+        torch.mm(matrix, matrix, out=some)
+        update.launch(small.mul_, 1.0)
+        torch.cuda.synchronize()
+        begins, ends = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begins.record()
+        for _ in range(4):
+            torch.mm(matrix, matrix, out=some)
+        ends.record()
+        update.launch(torch.cuda._sleep, 1_000_000)
+        for _ in range(8):
+            update.launch(small.mul_, 1.0)
+        updated = update.record_timed()
+        torch.cuda.synchronize()
+    assert begins.elapsed_time(updated) < 0.6 * begins.elapsed_time(ends)
+    optimizer.close()

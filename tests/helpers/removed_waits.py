@@ -117,7 +117,7 @@ class Simulator(StreamSimulator):
         self.current_stream().launch(_scribble, memory)  # by its last owner
         return memory
 
-    def stream(self, name: str) -> SimulatedStream:
+    def stream(self, name: str, *, is_urgent: bool = False) -> SimulatedStream:
         made = super().stream(name)
         made.__class__ = CountedStream
         return made

@@ -468,7 +468,7 @@ class StreamSimulator:
 
     # ---- the backend
 
-    def stream(self, name: str) -> SimulatedStream:
+    def stream(self, name: str, *, is_urgent: bool = False) -> SimulatedStream:
         """A new stream with an empty queue."""
         self._poll()
         self._streams.append(SimulatedStream(self, name, len(self._streams)))
