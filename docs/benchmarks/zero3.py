@@ -23,7 +23,7 @@ from torch import Tensor
 from fsdp_offload.bench import machine
 from fsdp_offload.bench.iteration import ITERATIONS, markdown_table, measure
 from fsdp_offload.bench.machine import Row
-from fsdp_offload.bench.model import Job, meta_model, synthetic_batches
+from fsdp_offload.bench.model import Job, initialize, meta_model, synthetic_batches
 from fsdp_offload.bench.rows import MAX_NORM, Trainer
 from fsdp_offload.cli.main import parser
 
@@ -69,10 +69,7 @@ def train(job: Job, device: torch.device, warm_up: int, iterations: int, *, clip
     """Measure one row."""
     import deepspeed
 
-    model = meta_model(job).to_empty(device="cpu")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(std=0.02)
+    model = initialize(meta_model(job).to_empty(device="cpu"), job, device)
     config = settings(job, clips=clips)
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=list(model.parameters()), config=config
@@ -91,7 +88,7 @@ def main(words: Sequence[str]) -> Row:
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     for name, value in (("LOCAL_RANK", "0"), ("RANK", "0"), ("WORLD_SIZE", "1")):
         os.environ.setdefault(name, value)
-    os.environ.setdefault("MASTER_ADDR", "localhost")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29511")
     report: Row = {}
     with machine.process_group(options.device) as device:
