@@ -62,6 +62,12 @@ def ranks() -> Iterator[Callable[..., RankPool]]:
         pool.close()
 
 
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.long)])
+def size(request: pytest.FixtureRequest) -> int:
+    """How many ranks, where a second one shows little: on two cores it takes five times as long."""
+    return int(request.param)
+
+
 # The fixtures below import the package when they are used: tests of tier T0 do without torch.
 
 

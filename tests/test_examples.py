@@ -191,6 +191,7 @@ def rewards(output: str) -> list[float]:
     return [float(reward) for reward in re.findall(r"reward (\d\.\d+) ", output)]
 
 
+@pytest.mark.long
 def test_the_notebook_draws_one_curve_of_both_runs() -> None:
     output = finish(start([str(EXAMPLES / "curve.py")]))
     losses = [float(loss) for loss in re.findall(r"loss (\S+) \|", output)]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
@@ -24,7 +25,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 def take_over(stepped: int, dtype: torch.dtype, overlap: str, **options: Any) -> None:
     """Wrapped after ``stepped`` steps, between a backward and its step."""
-    mesh = models.flat_mesh(2)
+    mesh = models.flat_mesh(dist.get_world_size())
     plain, mine = models.toy(mesh, dtype=dtype), models.toy(mesh, dtype=dtype, **ON_CPU)
     expected, wrapped = adamw(plain), adamw(mine)
     for model, optimizer in ((plain, expected), (mine, wrapped)):
@@ -46,14 +47,14 @@ def take_over(stepped: int, dtype: torch.dtype, overlap: str, **options: Any) ->
     [(0, torch.float32, "forward"), (2, torch.float32, "step"), (2, torch.bfloat16, "forward")],
 )
 def test_bits_are_those_of_plain_fsdp2(
-    ranks: Ranks, stepped: int, dtype: torch.dtype, overlap: str
+    ranks: Ranks, size: int, stepped: int, dtype: torch.dtype, overlap: str
 ) -> None:
-    ranks(2).run(take_over, stepped, dtype, overlap)
+    ranks(size).run(take_over, stepped, dtype, overlap)
 
 
 @pytest.mark.parametrize("overlap", ["step", "forward", "backward"])
-def test_weights_go_to_host_memory(ranks: Ranks, overlap: str) -> None:
-    ranks(2).run(take_over, 2, torch.bfloat16, overlap, offload="all", device_memory=0)
+def test_weights_go_to_host_memory(ranks: Ranks, size: int, overlap: str) -> None:
+    ranks(size).run(take_over, 2, torch.bfloat16, overlap, offload="all", device_memory=0)
 
 
 def move(on: str) -> tuple[list[str], list[str]]:

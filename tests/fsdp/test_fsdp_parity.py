@@ -84,10 +84,10 @@ def train_bf16(size: int, name: str, variants: list[str], steps: int) -> None:
     [
         (1, "AdamW fused", ["mixed"], 4),
         (2, "AdamW", ["resident", "streamed"], 4),
-        (2, "AdamW fused", ["host", "mixed"], 10),
+        pytest.param(2, "AdamW fused", ["host", "mixed"], 10, marks=pytest.mark.long),
         (2, "SGD dampening", ["half", "host"], 4),
         (2, "Muon", ["half"], 2),
-        (4, "AdamW fused", ["mixed"], 4),
+        pytest.param(4, "AdamW fused", ["mixed"], 4, marks=pytest.mark.long),
     ],
 )
 def test_bf16_masters_follow_the_optimizer_on_fp32_copies(

@@ -200,9 +200,9 @@ def read_by(name: str, overlap: str, guarded: bool) -> None:
 
 @pytest.mark.parametrize("overlap", ["forward", pytest.param("backward", marks=pytest.mark.long)])
 @pytest.mark.parametrize("first", range(4))
-def test_reading_waits(ranks: Ranks, first: int, overlap: str) -> None:
+def test_reading_waits(ranks: Ranks, size: int, first: int, overlap: str) -> None:
     names = list(READERS)[first::4]
-    ranks(2).run(read_while_updates_are_held_back, names, overlap, guarded=True)
+    ranks(size).run(read_while_updates_are_held_back, names, overlap, guarded=True)
 
 
 def read_without_gates() -> None:
@@ -284,8 +284,8 @@ def use_gradients(names: list[str], guarded: bool) -> None:
         check(same(*found) == guarded, f"{name}: guarded {guarded}")
 
 
-def test_gradients_are_there_until_they_are_zeroed(ranks: Ranks) -> None:
-    ranks(2).run(use_gradients, list(GRADIENT_USES), guarded=True)
+def test_gradients_are_there_until_they_are_zeroed(ranks: Ranks, size: int) -> None:
+    ranks(size).run(use_gradients, list(GRADIENT_USES), guarded=True)
 
 
 def write_gradients_without_gates() -> None:
@@ -294,8 +294,8 @@ def write_gradients_without_gates() -> None:
 
 
 @pytest.mark.parametrize("job", [read_without_gates, write_gradients_without_gates])
-def test_without_gates_numbers_are_wrong(ranks: Ranks, job: Callable[[], None]) -> None:
-    ranks(2).run(job)
+def test_without_gates_numbers_are_wrong(ranks: Ranks, size: int, job: Callable[[], None]) -> None:
+    ranks(size).run(job)
 
 
 def let_gradients_go(by: str) -> None:
@@ -315,8 +315,8 @@ def let_gradients_go(by: str) -> None:
 
 
 @pytest.mark.parametrize("by", ["model", "optimizer"])
-def test_gradients_are_not_kept(ranks: Ranks, by: str) -> None:
-    ranks(2).run(let_gradients_go, by)
+def test_gradients_are_not_kept(ranks: Ranks, size: int, by: str) -> None:
+    ranks(size).run(let_gradients_go, by)
 
 
 def compiled_each_time(overlap: str, backend: str) -> None:
@@ -353,9 +353,11 @@ def compiled_each_time(overlap: str, backend: str) -> None:
         ),
     ],
 )
-def test_compiled_code_waits_in_every_step(ranks: Ranks, overlap: str, backend: str) -> None:
+def test_compiled_code_waits_in_every_step(
+    ranks: Ranks, size: int, overlap: str, backend: str
+) -> None:
     """Inductor's code takes addresses."""
-    ranks(2).run(compiled_each_time, overlap, backend)
+    ranks(size).run(compiled_each_time, overlap, backend)
 
 
 # --------------------------------------------------------------------------- what does not wait
@@ -452,9 +454,9 @@ def open_one_by_one(overlap: str) -> None:
 
 @BOTH
 def test_each_stream_that_uses_a_parameter_waits_until_it_is_gathered(
-    ranks: Ranks, overlap: str
+    ranks: Ranks, size: int, overlap: str
 ) -> None:
-    ranks(2).run(open_one_by_one, overlap)
+    ranks(size).run(open_one_by_one, overlap)
 
 
 # --------------------------------------------------------------------------- shards come back
@@ -500,8 +502,8 @@ def come_back(name: str, overlap: str) -> None:
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_shards_come_back(ranks: Ranks, name: str) -> None:
-    ranks(2).run(come_back, name, "backward" if name in ("load", "close") else "forward")
+def test_shards_come_back(ranks: Ranks, size: int, name: str) -> None:
+    ranks(size).run(come_back, name, "backward" if name in ("load", "close") else "forward")
 
 
 def drop() -> None:

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import gc
-import itertools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -31,7 +30,6 @@ from tests.fsdp import models
 from tests.fsdp.models import Ranks, check, check_same
 from tests.fsdp.test_overlap import loss_of
 from tests.fsdp.test_whole_model import build, compare, fail_in_backward, twice, wrap
-from tests.helpers.covering import covering
 
 FP32, BF16 = torch.float32, torch.bfloat16
 STEPS = 4
@@ -48,7 +46,8 @@ def away(model: Any) -> list[bool]:
 
 
 def whole(tensors: list[Any]) -> list[Tensor]:
-    return [tensor.full_tensor() for tensor in tensors]
+    """Copies: of one rank, torch returns the gradient itself, which changes later."""
+    return [tensor.full_tensor().clone() for tensor in tensors]
 
 
 # --------------------------------------------------------------------------- what users do
@@ -180,9 +179,7 @@ def train_both(
     optimizer.close()
 
 
-@pytest.mark.parametrize(
-    ("size", "between"), covering(itertools.product((1, 2), [*BETWEEN, *OURS]))
-)
+@pytest.mark.parametrize("between", [*BETWEEN, *OURS])
 def test_training_has_the_same_bits(ranks: Ranks, size: int, between: str) -> None:
     ranks(size).run(train_both, size, between)
 
@@ -209,8 +206,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", list(CASES))
-def test_training_in_many_ways_has_the_same_bits(ranks: Ranks, case: str) -> None:
-    ranks(2).run(train_both, 2, **CASES[case])
+def test_training_in_many_ways_has_the_same_bits(ranks: Ranks, size: int, case: str) -> None:
+    ranks(size).run(train_both, size, **CASES[case])
 
 
 @pytest.mark.parametrize(
@@ -263,8 +260,8 @@ def accumulate(size: int, micro: int, *, skips: Any = (), **how: Any) -> None:
         (1, {"micro": 3}),
         (2, {"micro": 2, "dtype": BF16}),
         (2, {"micro": 2, "skips": ((1, 1), (2, 0), (3, 1))}),
-        (2, {"micro": 3, "mp_policy": MixedPrecisionPolicy(reduce_dtype=FP32), "dtype": BF16}),
-        (2, {"micro": 2, "reshard_after_forward": False}),
+        (1, {"micro": 3, "mp_policy": MixedPrecisionPolicy(reduce_dtype=FP32), "dtype": BF16}),
+        (1, {"micro": 2, "reshard_after_forward": False}),
     ],
 )
 def test_backward_accumulates(ranks: Ranks, size: int, how: dict[str, Any]) -> None:

@@ -172,7 +172,9 @@ def noticed_by_a_reader() -> bool:
     return WAITS.shows("reads", "lazy", ("wait", simulator.wait_log.index(("current", "reduce"))))
 
 
-@pytest.mark.parametrize("scene", [*SCENES, "skips"])
+@pytest.mark.parametrize(
+    "scene", ["forward", "reads", pytest.param("accumulates", marks=pytest.mark.long), "skips"]
+)
 def test_complete_waits_give_right_weights(ranks: Ranks, scene: str) -> None:
     ranks(1).run(complete, scene)
 

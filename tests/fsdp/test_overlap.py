@@ -279,7 +279,7 @@ def test_what_stays_differs_by_rank_and_step(
 
 def post_hooks(overlap: str) -> None:
     """They see parameters as the step leaves them, and what they write is used."""
-    plain, mine = build(2), build(2)
+    plain, mine = build(dist.get_world_size()), build(dist.get_world_size())
     seen: list[list[Tensor]] = []
 
     def hook(model: nn.Module, *_: Any) -> None:
@@ -300,7 +300,7 @@ def post_hooks(overlap: str) -> None:
 
 def two_optimizers(overlap: str) -> None:
     """Over disjoint parameters of one model; the first one rests in every other step."""
-    plain, mine = build(2), build(2)
+    plain, mine = build(dist.get_world_size()), build(dist.get_world_size())
     pairs = []
     for model in (plain, mine):
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
@@ -334,7 +334,7 @@ def watched_methods(model: Any) -> list[str]:
 
 def go_on_after_the_end(overlap: str) -> None:
     """After the wrapper's end a plain optimizer, or another wrapper, trains the same model."""
-    plain, mine = build(2), build(2)
+    plain, mine = build(dist.get_world_size()), build(dist.get_world_size())
     for part, wraps in enumerate((True, False, True)):
         reference, optimizer = adamw(plain), adamw(mine)
         stepper: Any = optimizer
@@ -358,7 +358,7 @@ def unfreeze_after_backward(overlap: str) -> None:
     that is updated on the device."""
     found = []
     for wraps in (False, True):
-        model = build(2)
+        model = build(dist.get_world_size())
         stepper: Any = torch.optim.AdamW(model.parameters(), lr=0.02, fused=True)
         if wraps:
             stepper = models.wrap(stepper, model, overlap=overlap, update_on=("host",))
@@ -379,8 +379,8 @@ def unfreeze_after_backward(overlap: str) -> None:
 @pytest.mark.parametrize(
     "job", [post_hooks, two_optimizers, go_on_after_the_end, unfreeze_after_backward]
 )
-def test_around_the_loop(ranks: Ranks, job: Callable[[str], None], overlap: str) -> None:
-    ranks(2).run(job, overlap)
+def test_around_the_loop(ranks: Ranks, size: int, job: Callable[[str], None], overlap: str) -> None:
+    ranks(size).run(job, overlap)
 
 
 def replaced_parameters() -> None:

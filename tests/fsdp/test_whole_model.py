@@ -264,8 +264,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", list(CASES))
-def test_training_in_many_ways_has_the_same_bits(ranks: Ranks, case: str) -> None:
-    ranks(2).run(train_both, 2, **CASES[case])
+def test_training_in_many_ways_has_the_same_bits(ranks: Ranks, size: int, case: str) -> None:
+    ranks(size).run(train_both, size, **CASES[case])
 
 
 @pytest.mark.parametrize(
@@ -361,9 +361,9 @@ def ways(names: Any) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("name", "way"), covering(ways(READERS)))
 def test_every_reader_gets_values_and_every_writer_is_heard(
-    ranks: Ranks, name: str, way: str
+    ranks: Ranks, size: int, name: str, way: str
 ) -> None:
-    ranks(2).run(read, name, way)
+    ranks(size).run(read, name, way)
 
 
 # --------------------------------------------------------------------------- state dicts and loads
@@ -756,8 +756,8 @@ def copy_parameters() -> None:
     ],
     ids=lambda value: getattr(value, "__name__", None) or "-".join(value),
 )
-def test_from_start_to_end(ranks: Ranks, job: Any, arguments: tuple[str, ...]) -> None:
-    ranks(2).run(job, *arguments)
+def test_from_start_to_end(ranks: Ranks, size: int, job: Any, arguments: tuple[str, ...]) -> None:
+    ranks(size).run(job, *arguments)
 
 
 def order_in_backward() -> None:

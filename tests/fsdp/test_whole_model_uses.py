@@ -115,8 +115,8 @@ def train_two(freezes: bool, how: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("how", "freezes"), covering(itertools.product(PAIRS, (False, True))))
-def test_two_optimizers(ranks: Ranks, how: str, freezes: bool) -> None:
-    ranks(2).run(train_two, freezes, PAIRS[how])
+def test_two_optimizers(ranks: Ranks, size: int, how: str, freezes: bool) -> None:
+    ranks(size).run(train_two, freezes, PAIRS[how])
 
 
 def warn_of_matrices() -> list[str]:
@@ -211,8 +211,8 @@ def at_once() -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize(("how", "dtype"), covering(itertools.product(AVERAGES, (FP32, BF16))))
-def test_averages(ranks: Ranks, how: str, dtype: torch.dtype) -> None:
-    ranks(2).run(average, how, dtype)
+def test_averages(ranks: Ranks, size: int, how: str, dtype: torch.dtype) -> None:
+    ranks(size).run(average, how, dtype)
 
 
 # --------------------------------------------------------------------------- failures and ends
@@ -306,8 +306,8 @@ def running(simulator: Any, client: str) -> bool:
 
 
 @pytest.mark.parametrize("overlap", ["forward", "backward"])
-def test_deletion_while_updates_are_held_back(ranks: Ranks, overlap: str) -> None:
-    ranks(2).run(delete_while_updating, overlap)
+def test_deletion_while_updates_are_held_back(ranks: Ranks, size: int, overlap: str) -> None:
+    ranks(size).run(delete_while_updating, overlap)
 
 
 # --------------------------------------------------------------------------- other threads
@@ -509,5 +509,5 @@ LOADED: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("value", list(LOADED))
-def test_a_load_into_the_module(ranks: Ranks, value: str) -> None:
-    ranks(2).run(load_without_copies, value)
+def test_a_load_into_the_module(ranks: Ranks, size: int, value: str) -> None:
+    ranks(size).run(load_without_copies, value)

@@ -24,10 +24,10 @@ def check(outcome: Outcome) -> None:
 
 
 def test_sequences_in_one_process() -> None:
-    check(run_seeds(range(80), 1))
+    check(run_seeds(range(40), 1))
 
 
-@pytest.mark.parametrize(("size", "count"), [(2, 14), pytest.param(3, 40, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("size", "count"), [(2, 8), pytest.param(3, 40, marks=pytest.mark.long)])
 def test_sequences_on_ranks(ranks: Ranks, size: int, count: int) -> None:
     check(ranks(size).run(run_seeds, range(count), size)[0])
 
