@@ -86,6 +86,7 @@ def measure(
     if device.type == "cuda":
         row["device_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
         row["device_reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+        row["alloc_retries"] = torch.cuda.memory_stats()["num_alloc_retries"]  # of the process
     return row | {"losses": losses.tolist(), "loss": losses[-1].item()}
 
 
@@ -195,9 +196,8 @@ def run_rows(options: argparse.Namespace, kind: type[Job] = Job) -> Row:
             if dist.get_rank() == 0:
                 print(line_of(found[-1], ITERATIONS), flush=True)
         if dist.get_rank() == 0:
-            print(markdown_table(report, ITERATIONS), flush=True)
-            if device.type == "cpu":
-                print("A run on the CPU shows that rows work, not their speed.", flush=True)
+            note = "\nA run on the CPU shows that rows work, not their speed."
+            print(markdown_table(report, ITERATIONS) + note * (device.type == "cpu"), flush=True)
     return report
 
 
