@@ -151,8 +151,7 @@ def _problem(name: Name, instance: Any) -> str:
         return "" if name.attribute in inspect.get_annotations(kind) else "does not exist"
     if name.use in ("called", "replaced") and not _takes(in_class, name.arguments):
         return f"does not take {len(name.arguments)} arguments"
-    is_fixed = name.use == "written" and isinstance(in_class, property)
-    return "cannot be written" if is_fixed else ""
+    return "cannot be written" if name.use == "written" and isinstance(in_class, property) else ""
 
 
 def _takes(method: Any, arguments: tuple[object, ...]) -> bool:

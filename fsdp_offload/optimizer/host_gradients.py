@@ -11,6 +11,7 @@ ended by then, unless the link is what the backward waits for.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections import deque
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from ..core import dtensor
 from ..core.backend import TURN_BYTES, Backend, Event, Stream
 from ..core.config import OffloadConfig, align
-from ..core.errors import DeviceError, check_open
+from ..core.errors import DeviceError, DeviceMemoryError, check_open
 from ..core.fsdp import Group
 from ..core.recorded import ORDERS, Place, Record, RecordedShard
 from ..core.storage import identity
@@ -249,7 +250,8 @@ class HostGradients:
         self._follows[self._last] = self._last = index
         self._seen.add(index)
         if (following := self._follows.get(index)) is not None:
-            self._ahead = self._start(following)
+            with contextlib.suppress(DeviceMemoryError):  # there may be room when it is needed
+                self._ahead = self._start(following)
 
     def _start(self, index: int) -> Fetched:
         records = [r for _, r in self._stores[index].recorded() if r.real is None]
@@ -311,6 +313,8 @@ class HostGradients:
         self.begin()
         self.mover.link.synchronize()
         self._held.clear()
+        for store in self._stores:
+            store.returned = {}  # of a reduction that failed
 
     def close(self) -> None:
         """Bring all gradients back, and give host memory back. Idempotent.

@@ -324,7 +324,8 @@ class HybridDeviceOptimizer(Optimizer):
         Raises:
             HostMemoryError, PinningError: what leaves does not fit into host memory.
         """
-        return self._updates.accumulate()
+        updates = self._updates
+        return contextlib.nullcontext() if updates.overlap is None else updates.accumulate()
 
     def synchronize(self) -> None:
         """Block until parameters and state are final, and host memory may be read."""

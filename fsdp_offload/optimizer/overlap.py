@@ -80,7 +80,7 @@ class Overlap:
         self.is_off = False  # after a capture: step() waits for its updates
         self._warned = False
         self._spent: dict[Tensor, SpentGradient] = {}
-        self._passed, self._steps = 0, 0  # gates that the forward has reached since the last one
+        self._passed, self._steps = 0, 0  # gates that the forward has reached since the last step
         self._watched: Times | None = None
         self.work: Work | None = None
         """The iteration that began in backward; ``step()`` ends it."""
@@ -367,8 +367,11 @@ class Overlap:
     ) -> None:
         """See :class:`..core.fsdp.Watcher`."""
         owner, gate = self._find_owner(), self.gates[index]
-        takes = self._in_backward and is_last and gate.params
-        if owner is None or owner.accumulating or not takes:
+        if (
+            owner is None
+            or owner.accumulating
+            or not (self._in_backward and is_last and gate.params)
+        ):
             return
         if self._steps + 1 in REORDER_AFTER:
             gate.reduced = stream.record_timed()

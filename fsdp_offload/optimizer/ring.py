@@ -155,8 +155,10 @@ class Ring:
         costs = [b.n_bytes * ms_per_byte if i in slow else 0 for i, b in enumerate(self.buckets)]
         # In backward, the next weights go into the slots of the group that came before: a bucket
         # with parameters of both passes first.
-        turn = -1 if self.overlap == "backward" else 1
-        keys = [rank * len(self.buckets) + turn * i for i, rank in enumerate(self._ranks)]
+        keys = [
+            rank * len(self.buckets) + (-i if self.overlap == "backward" else i)
+            for i, rank in enumerate(self._ranks)
+        ]
         self._deadlines = deadline_order(ready, keys, costs)
         self._arrange(self.staying, len(self.slots))
 

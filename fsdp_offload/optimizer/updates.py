@@ -120,19 +120,17 @@ class Updates:
     def _send_gradients(self) -> None:
         if self._may_send:
             reserved = self.reserved
-            self.gradients = send_gradients(
+            gradients = self.gradients = send_gradients(
                 self._models, reserved.params, reserved.backend, reserved.config
             )
             self._may_send = False
-            if self.gradients is not None:
-                reserved.engine.ring.gradients = self.gradients.slots
+            reserved.engine.ring.gradients = None if gradients is None else gradients.slots
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
         """See :meth:`.HybridDeviceOptimizer.accumulate`."""
-        if self.overlap is not None:
-            with self.life.turn("accumulate()"), ordinary_tensors():
-                self._send_gradients()
+        with self.life.turn("accumulate()"), ordinary_tensors():
+            self._send_gradients()
         self.accumulating += 1
         try:
             yield

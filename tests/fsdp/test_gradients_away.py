@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -469,6 +470,42 @@ def no_room_for_what_was_accumulated() -> None:
     compare(mine, plain, "a weight")
 
 
+def no_room_for_what_is_fetched_ahead() -> None:
+    """It is fetched when it is needed; and nothing is kept of a reduction that failed."""
+    plain, mine = build(1), build(1)
+    pairs = [
+        (m, wrap(m, offload=o, overlap="backward")) for m, o in ((plain, "state"), (mine, "all"))
+    ]
+    for model, optimizer in pairs:
+        with optimizer.accumulate():
+            loss_of(model, 0).backward()
+    gradients: Any = pairs[1][1]._updates.gradients
+    start, calls = gradients.mover.start, itertools.count()
+
+    def full(*arguments: Any) -> Any:
+        if next(calls) == 2:
+            raise DeviceMemoryError("gradients", reason="a test", remedy="none")
+        return start(*arguments)
+
+    loss_of(plain, 1).backward()
+    with mock.patch.object(gradients.mover, "start", full):
+        loss_of(mine, 1).backward()
+    check(next(calls) > 3, "it was fetched later")
+    for _, optimizer in pairs:
+        optimizer.step()
+    compare(mine, plain, "a weight")
+    model, optimizer = pairs[1]
+    optimizer.zero_grad()
+    with optimizer.accumulate():
+        loss_of(model, 2).backward()
+    fails = mock.patch.object(BucketUpdate, "run", side_effect=ZeroDivisionError)
+    with fails, pytest.raises(LaneError):
+        loss_of(model, 3).backward()
+    check(not any(store.returned for store in gradients._stores), "gradients are kept")
+    for _, optimizer in pairs:
+        optimizer.close()
+
+
 def accumulate_for_the_first_time() -> None:
     """Without host memory, and then in ``inference_mode``."""
     plain, mine = build(1), build(1)
@@ -546,6 +583,7 @@ JOBS = (
     no_room,
     no_room_in_step,
     no_room_for_what_was_accumulated,
+    no_room_for_what_is_fetched_ahead,
     accumulate_for_the_first_time,
     update_fails,
 )

@@ -536,3 +536,15 @@ def test_every_public_name_resolves_and_the_list_is_sorted() -> None:
     assert fsdp_offload.__all__ == sorted(fsdp_offload.__all__)
     for name in fsdp_offload.__all__:
         assert getattr(fsdp_offload, name).__name__.rpartition(".")[2] == name
+
+
+def test_without_overlap_one_accumulate_serves_every_step() -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = HybridDeviceOptimizer(torch.optim.AdamW(model.parameters()), model)
+    context = optimizer.accumulate()
+    for _ in range(2):
+        with context:
+            model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    assert optimizer.statistics().steps == 2
+    optimizer.close()
