@@ -4,7 +4,8 @@ Usage::
 
     python docs/benchmarks/zero3.py --layers 14 --dim 4096 --tokens 16384 --checkpointed
 
-The options are those of ``fsdp-offload bench``. Settings are those that DeepSpeed's documentation
+The options are those of ``fsdp-offload bench``, but for ``--rows``, ``--micro-batches`` and
+``--deterministic``. Settings are those that DeepSpeed's documentation
 gives for offload: page-locked memory, its CPU Adam, and sizes that follow the width as "auto" does.
 Needs ``deepspeed``; its CPU Adam is compiled at the first use.
 """
@@ -24,7 +25,7 @@ from fsdp_offload.bench import machine
 from fsdp_offload.bench.iteration import ITERATIONS, markdown_table, measure
 from fsdp_offload.bench.machine import Row
 from fsdp_offload.bench.model import Job, initialize, meta_model, synthetic_batches
-from fsdp_offload.bench.rows import MAX_NORM, Trainer
+from fsdp_offload.bench.rows import LEARNING_RATE, MAX_NORM
 from fsdp_offload.cli.main import parser
 
 
@@ -36,7 +37,7 @@ def settings(job: Job, *, clips: bool) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": job.tokens // job.seq,
         "bf16": {"enabled": True},
         "gradient_clipping": MAX_NORM if clips else 0.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
         "zero_optimization": {
             "stage": 3,
             "offload_optimizer": to_cpu,
@@ -75,7 +76,9 @@ def train(job: Job, device: torch.device, warm_up: int, iterations: int, *, clip
         model=model, model_parameters=list(model.parameters()), config=config
     )
     optimizer = SimpleNamespace(step=engine.step, zero_grad=lambda: None)
-    trainer: Any = Trainer(lambda *batch: Loss(engine, engine(*batch)), optimizer, lambda: None)  # type: ignore[arg-type]
+    trainer: Any = SimpleNamespace(  # engine.step() clips
+        model=lambda *batch: Loss(engine, engine(*batch)), optimizer=optimizer, clip=lambda: None
+    )
     row = measure(trainer, synthetic_batches(job, device), warm_up, iterations)
     name, clip = ("zero3-clip", "torch") if clips else ("zero3", "none")
     row |= {"name": name, "kind": "zero3", "clip": clip, "config": config}

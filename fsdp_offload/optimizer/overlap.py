@@ -80,7 +80,7 @@ class Overlap:
         self.is_off = False  # after a capture: step() waits for its updates
         self._warned = False
         self._spent: dict[Tensor, SpentGradient] = {}
-        self._passed, self._steps = 0, 0  # gates that the forward has reached since the last step
+        self._passed, self._steps = 0, 0  # gates that this forward has reached; steps so far
         self._watched: Times | None = None
         self.work: Work | None = None
         """The iteration that began in backward; ``step()`` ends it."""

@@ -81,7 +81,7 @@ class Updates:
         self.overlap: Overlap | None = None
         self.weights: Weights | None = None
         self.gradients: HostGradients | None = None
-        self._may_send = config.offload == "all"  # gradients; not known yet
+        self._may_send = config.offload == "all"  # gradients: _send_gradients() decides, once
         self.memory = DeviceMemory(backend) if config.device_memory == "auto" else None
         # It ends all work while masters can see the weights.
         self.device_state = DeviceState(self.reserved, finish=self.finish, turn=self.life.turn)

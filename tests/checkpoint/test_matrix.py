@@ -110,7 +110,7 @@ def exact(source: Source, target: Variant) -> bool:
 
 
 LONG = (3, 5, 6, 9, 13, 14)
-"""Rows whose parts others show, too."""
+"""Rows that combine what the others show one by one."""
 
 
 @pytest.mark.parametrize(

@@ -433,6 +433,13 @@ def no_room() -> None:
         check_same(one.full_tensor(), other.full_tensor(), "a gradient")
 
 
+def step_without_room(optimizer: HybridDeviceOptimizer) -> None:
+    backend = optimizer._updates.reserved.backend
+    full = mock.patch.object(backend, "allocate", side_effect=torch.OutOfMemoryError("full"))
+    with full, pytest.raises(DeviceMemoryError, match="gradients"):
+        optimizer.step()
+
+
 def no_room_in_step() -> None:
     """The first ``step()`` updates nothing, and the second everything."""
     plain, mine = build(1), build(1)
@@ -440,11 +447,7 @@ def no_room_in_step() -> None:
         optimizer = wrap(model, offload=offload, overlap="step")
         loss_of(model, 0).backward()
         if offload == "all":
-            backend = optimizer._updates.reserved.backend
-            error = torch.OutOfMemoryError("full")
-            full = mock.patch.object(backend, "allocate", side_effect=error)
-            with full, pytest.raises(DeviceMemoryError, match="gradients"):
-                optimizer.step()
+            step_without_room(optimizer)
         optimizer.step()
         optimizer.close()
     compare(mine, plain, "a weight")
@@ -459,11 +462,7 @@ def no_room_for_what_was_accumulated() -> None:
             loss_of(model, 0).backward()
         loss_of(model, 1, skip=1).backward()
         if offload == "all":
-            backend = optimizer._updates.reserved.backend
-            error = torch.OutOfMemoryError("full")
-            full = mock.patch.object(backend, "allocate", side_effect=error)
-            with full, pytest.raises(DeviceMemoryError, match="gradients"):
-                optimizer.step()
+            step_without_room(optimizer)
             next(p for p in model.parameters() if type(p.grad) is DTensor).grad.add_(0.0)
         optimizer.step()
         optimizer.close()
