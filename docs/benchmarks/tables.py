@@ -30,6 +30,7 @@ PEERS = {
     "cpuoffload": "FSDP2 `CPUOffloadPolicy`, no fp32 master",
     "torchao": "torchao `CPUOffloadOptimizer`, no fp32 master, no FSDP2",
     "compute": "forward and backward alone",
+    "zero3": "DeepSpeed 0.19.8 ZeRO-3, parameters and state on the CPU",
 }
 PHASES = {
     "offloader": "`PhaseOffloader`",
@@ -74,9 +75,12 @@ def reports(*kinds: str) -> Iterator[tuple[Path, dict[str, Any]]]:
         yield file, json.loads(file.read_text())
 
 
-def told(name: str, environment: dict[str, Any]) -> str:
-    """What a row of the benchmark trains with."""
-    case = Case.parse(name)
+def told(row: dict[str, Any], environment: dict[str, Any]) -> str:
+    """What a row of the benchmark, or of zero3.py, trains with."""
+    if row["kind"] == "zero3":
+        case = Case(row["name"], "zero3", row["clip"], {})
+    else:
+        case = Case.parse(row["name"])
     words = [PEERS.get(case.kind, "this package")]
     options = dict(case.options)
     if case.kind in ("step", "backward"):
@@ -112,7 +116,7 @@ def iterations() -> Iterator[tuple[tuple[str, ...], str, list[str]]]:
         for row in report["rows"]:
             if row.get("status", "ok") != "ok" or "-again" in row["name"]:
                 continue
-            what = f"[{told(row['name'], environment)}]({file.name})"
+            what = f"[{told(row, environment)}]({file.name})"
             speed = 1e3 * job["tokens"] * job["ranks"] / row["iteration_ms"]
             host = f"{row['host_gib']:.1f}" if row.get("host_gib") else ""
             peak = f"{row['device_peak_gib']:.1f}"
