@@ -68,6 +68,13 @@ def size(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
+@pytest.fixture(params=[2, pytest.param(None, marks=pytest.mark.long)])
+def of_each(request: pytest.FixtureRequest) -> int | None:
+    """How many waits of each pair of streams to remove, counted from both ends, or all."""
+    found: int | None = request.param
+    return found
+
+
 # The fixtures below import the package when they are used: tests of tier T0 do without torch.
 
 

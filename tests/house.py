@@ -297,14 +297,15 @@ def private_torch(modules: dict[str, ast.Module] | None = None) -> list[str]:
     :data:`~core.fsdp_names.NAMES` lists.
     """
     modules = modules or trees()
-    own = {name for module in modules.values() for node in ast.walk(module) for name in _own(node)}
+    known = set(EXCEPTIONS)
+    known.update(n for module in modules.values() for node in ast.walk(module) for n in _own(node))
     return [
         f"{name}:{node.lineno} {used}"  # type: ignore[attr-defined]
         for name, module in modules.items()
         for node in ast.walk(module)
         if name not in TORCH_FILES
         for used in _private_names(node)
-        if used not in own | EXCEPTIONS.keys()
+        if used not in known
     ]
 
 

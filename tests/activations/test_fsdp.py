@@ -87,8 +87,8 @@ MODES = pytest.mark.parametrize(
 
 
 @MODES
-def test_a_stash_changes_no_bit(ranks: Any, overlap: str, dtype: torch.dtype) -> None:
-    pool: RankPool = ranks(2)
+def test_a_stash_changes_no_bit(ranks: Any, size: int, overlap: str, dtype: torch.dtype) -> None:
+    pool: RankPool = ranks(size)
     pool.run(compare_stash, overlap, dtype, "cpu")
 
 
@@ -130,6 +130,8 @@ def compare_offload(share: float, overlap: str, dtype: torch.dtype) -> None:
         (1.0, "backward", torch.bfloat16),
     ],
 )
-def test_moving_changes_no_bit(ranks: Any, share: float, overlap: str, dtype: torch.dtype) -> None:
-    pool: RankPool = ranks(2)
+def test_moving_changes_no_bit(
+    ranks: Any, size: int, share: float, overlap: str, dtype: torch.dtype
+) -> None:
+    pool: RankPool = ranks(size)
     pool.run(compare_offload, share, overlap, dtype)

@@ -103,7 +103,7 @@ def test_no_thread_is_left_that_could_abort_the_process(tmp_path: Path) -> None:
     assert Launch(READER, tmp_path / "one").ended() == [(0, "")]
 
 
-@pytest.mark.parametrize("group", ["kept", "destroyed"])
+@pytest.mark.parametrize("group", ["kept", pytest.param("destroyed", marks=pytest.mark.long)])
 def test_a_save_whose_result_nobody_took(tmp_path: Path, group: str) -> None:
     """It is finished when the interpreter ends; without its group an error names what is lost."""
     path = tmp_path / "run" / "one"
@@ -228,7 +228,7 @@ def interrupt(path: Path, who: str) -> Counter[str]:
     return seen
 
 
-@pytest.mark.parametrize("who", ["all", "one"])
+@pytest.mark.parametrize("who", [pytest.param("all", marks=pytest.mark.long), "one"])
 def test_ctrl_c_on_ranks_leaves_no_rank_waiting(ranks: Ranks, tmp_path: Path, who: str) -> None:
     for seen in ranks(2).run(interrupt, tmp_path, who):
         print(seen)

@@ -161,7 +161,7 @@ def test_ranks_with_other_tensors_under_one_name_are_refused(ranks: Ranks, tmp_p
 
 def save_between_steps(root: Path) -> None:
     """All buckets stay on the device from one step to the next, also over a save."""
-    model = models.toy(models.flat_mesh(2), dtype=torch.bfloat16)
+    model = models.toy(models.flat_mesh(dist.get_world_size()), dtype=torch.bfloat16)
     transfer = TransferConfig(bucket_bytes="4KiB")
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
     optimizer = models.wrap(
@@ -193,8 +193,8 @@ def save_between_steps(root: Path) -> None:
     check(train(7) > 0, "what may have been written was not fetched")
 
 
-def test_a_save_leaves_the_next_step_as_it_was(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(2).run(save_between_steps, tmp_path)
+def test_a_save_leaves_the_next_step_as_it_was(ranks: Ranks, size: int, tmp_path: Path) -> None:
+    ranks(size).run(save_between_steps, tmp_path)
 
 
 def unknown_parameters(pair: Pair, root: Path) -> list[Callable[[], Any]]:

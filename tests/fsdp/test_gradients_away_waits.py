@@ -7,6 +7,7 @@ not launched.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -151,8 +152,8 @@ def expect(scene: str) -> list[Tensor]:
 WAITS = Removal(run, expect, lambda pair: any("gradients" in each for each in pair))
 
 
-def complete(scene: str) -> None:
-    WAITS.check(scene, ADVERSARIES)
+def complete(scene: str, policies: Sequence[str]) -> None:
+    WAITS.check(scene, policies)
 
 
 def pairs(scene: str) -> set[tuple[str, str]]:
@@ -162,8 +163,9 @@ def pairs(scene: str) -> set[tuple[str, str]]:
     return {pair for pair in found if pair[0] == "current"} if scene == "reads" else found
 
 
-def unnoticed(scene: str) -> list[str]:
-    return WAITS.unnoticed(scene, pairs(scene), [f"random:{seed}" for seed in range(8, 40)])
+def unnoticed(scene: str, of_each: int | None) -> list[str]:
+    more = [f"random:{seed}" for seed in range(8, 40)]
+    return WAITS.unnoticed(scene, pairs(scene), more, of_each=of_each)
 
 
 def noticed_by_a_reader() -> bool:
@@ -172,18 +174,17 @@ def noticed_by_a_reader() -> bool:
     return WAITS.shows("reads", "lazy", ("wait", simulator.wait_log.index(("current", "reduce"))))
 
 
-@pytest.mark.parametrize(
-    "scene", ["forward", "reads", pytest.param("accumulates", marks=pytest.mark.long), "skips"]
-)
-def test_complete_waits_give_right_weights(ranks: Ranks, scene: str) -> None:
-    ranks(1).run(complete, scene)
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("scene", [*SCENES, "skips"])
+def test_complete_waits_give_right_weights(ranks: Ranks, scene: str, step: int) -> None:
+    ranks(1).run(complete, scene, ADVERSARIES[::step])
 
 
 @pytest.mark.parametrize(
     "scene", ["forward", "reads", pytest.param("accumulates", marks=pytest.mark.long)]
 )
-def test_removing_any_single_wait_is_noticed(ranks: Ranks, scene: str) -> None:
-    assert ranks(1).run(unnoticed, scene) == [[]]
+def test_removing_any_single_wait_is_noticed(ranks: Ranks, scene: str, of_each: int | None) -> None:
+    assert ranks(1).run(unnoticed, scene, of_each) == [[]]
     assert ranks(1).run(noticed_by_a_reader) == [True]
 
 

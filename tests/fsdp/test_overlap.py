@@ -33,6 +33,7 @@ from fsdp_offload import (
 from fsdp_offload.core.fsdp import fsdp_groups
 from tests.fsdp import models
 from tests.fsdp.models import Ranks, check, check_same, check_twins
+from tests.helpers.covering import covering
 
 STEPS = 4
 BOTH = ("forward", "backward")
@@ -266,8 +267,13 @@ def train_while_buckets_move(overlap: str, size: int, folder: str) -> None:
     reference.close()
 
 
-@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("overlap", BOTH)
+@pytest.mark.parametrize(
+    ("overlap", "size"),
+    [
+        *covering(itertools.product(BOTH, (1, 2))),
+        *(pytest.param(overlap, 4, marks=pytest.mark.long) for overlap in BOTH),
+    ],
+)
 def test_what_stays_differs_by_rank_and_step(
     ranks: Ranks, overlap: str, size: int, tmp_path: Path
 ) -> None:

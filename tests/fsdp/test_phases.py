@@ -239,18 +239,18 @@ def loads_around_the_first_forward(size: int, first: bool) -> None:
     check_twins(mine[1], twin[1], f"loaded, first={first}")
 
 
-def test_what_fsdp2_does_while_parameters_are_away(ranks: Ranks) -> None:
-    pool = ranks(2)
-    pool.run(use_by_hand, 2)
+def test_what_fsdp2_does_while_parameters_are_away(ranks: Ranks, size: int) -> None:
+    pool = ranks(size)
+    pool.run(use_by_hand, size)
     for grads in ("save", "keep", "drop"):
-        pool.run(accumulate_without_sync, 2, grads)
+        pool.run(accumulate_without_sync, size, grads)
     for overlap in (None, "forward"):
-        pool.run(drop_what_no_step_has_consumed, 2, overlap)
-    pool.run(step_beside_an_offloader, 2)
-    pool.run(offload_the_optimizer_alone, 2)
-    pool.run(hold_nothing, 2)
+        pool.run(drop_what_no_step_has_consumed, size, overlap)
+    pool.run(step_beside_an_offloader, size)
+    pool.run(offload_the_optimizer_alone, size)
+    pool.run(hold_nothing, size)
     for first in (True, False):
-        pool.run(loads_around_the_first_forward, 2, first)
+        pool.run(loads_around_the_first_forward, size, first)
 
 
 # --------------------------------------------------------------------------- checkpoints
@@ -294,5 +294,5 @@ def checkpoints_while_away(size: int, kind: str, path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "step"])
-def test_checkpoints_while_away(ranks: Ranks, kind: str, tmp_path: Path) -> None:
-    ranks(2).run(checkpoints_while_away, 2, kind, tmp_path)
+def test_checkpoints_while_away(ranks: Ranks, size: int, kind: str, tmp_path: Path) -> None:
+    ranks(size).run(checkpoints_while_away, size, kind, tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -18,10 +19,10 @@ from torch.optim import Optimizer
 
 from tests.fsdp import models
 from tests.fsdp.models import Ranks, check
+from tests.helpers.covering import covering
 
 LANES: dict[str, Any] = {"update_on": ("streamed", "host", "resident")}
 AWAY: dict[str, Any] = {"offload": "all", "device_memory": 0}
-BOTH = pytest.mark.parametrize("how", [LANES, AWAY], ids=["lanes", "all"])
 
 
 def twins(how: dict[str, Any], **options: Any) -> list[tuple[models.Toy, Optimizer]]:
@@ -64,8 +65,9 @@ def scale_losses(through_inner: bool, how: dict[str, Any]) -> list[float]:
     return scales
 
 
-@BOTH
-@pytest.mark.parametrize("through_inner", [False, True])
+@pytest.mark.parametrize(
+    ("through_inner", "how"), covering(itertools.product((False, True), (LANES, AWAY)))
+)
 def test_grad_scaler_skips_the_step_on_all_ranks_after_an_overflow_on_one(
     ranks: Ranks, through_inner: bool, how: dict[str, Any]
 ) -> None:
@@ -125,8 +127,9 @@ def use_silently(dtype: torch.dtype, how: dict[str, Any]) -> None:
         wrapped.close()
 
 
-@BOTH
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "how"), covering(itertools.product((torch.float32, torch.bfloat16), (LANES, AWAY)))
+)
 def test_elementwise_optimizers_issue_no_collective(
     ranks: Ranks, dtype: torch.dtype, how: dict[str, Any]
 ) -> None:

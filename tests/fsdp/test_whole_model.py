@@ -272,7 +272,7 @@ def test_training_in_many_ways_has_the_same_bits(ranks: Ranks, size: int, case: 
     "how",
     [
         pytest.param({"hybrid": True}, marks=pytest.mark.long),
-        {"reshard_after_forward": 2},
+        pytest.param({"reshard_after_forward": 2}, marks=pytest.mark.long),
         pytest.param({"hybrid": True, "dtype": BF16}, marks=pytest.mark.long),
         {"hybrid": True, "dtype": torch.float16, "overlap": "backward"},
     ],
@@ -470,9 +470,9 @@ def change(name: str, folder: str, early: bool, way: str) -> None:
     covering((*each, early) for each in ways(CHANGES) for early in (False, True)),
 )
 def test_state_dicts_and_loads(
-    ranks: Ranks, name: str, way: str, early: bool, tmp_path: Path
+    ranks: Ranks, size: int, name: str, way: str, early: bool, tmp_path: Path
 ) -> None:
-    ranks(2).run(change, name, str(tmp_path), early, way)
+    ranks(size).run(change, name, str(tmp_path), early, way)
 
 
 def load_below_a_view(folder: str) -> None:
@@ -491,8 +491,8 @@ def load_below_a_view(folder: str) -> None:
         seen.append(step(model, optimizer, 2))
 
 
-def test_a_view_across_a_load(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(2).run(load_below_a_view, str(tmp_path))
+def test_a_view_across_a_load(ranks: Ranks, size: int, tmp_path: Path) -> None:
+    ranks(size).run(load_below_a_view, str(tmp_path))
 
 
 # --------------------------------------------------------------------------- from start to end
@@ -599,10 +599,10 @@ def refuse() -> None:
     wrap(model).close()
 
 
-def refuse_a_small_device() -> None:
+def refuse_a_small_device(every: str) -> None:
     """Whichever of its allocations fails, the constructor names it, and leaves all as it was."""
     allocate, seen = CpuBackend.allocate, set[str]()
-    for index in range(100):
+    for index in range(0, 100, int(every)):
         model = build(dist.get_world_size())
         gc.collect()
         before, held, calls = list(whole(model).values()), held_bytes(), itertools.count()
@@ -748,7 +748,9 @@ def copy_parameters() -> None:
     ("job", "arguments"),
     [
         *((job, ()) for job in (unfreeze, refuse, fork)),
-        *((job, ()) for job in (refuse_a_small_device, close_on_a_full_device)),
+        (refuse_a_small_device, ("3",)),
+        pytest.param(refuse_a_small_device, ("1",), marks=pytest.mark.long),
+        (close_on_a_full_device, ()),
         (delete_what_refers_to_itself, ()),
         *((job, ()) for job in (fetch_again, hold_no_copies, copy_parameters)),
         *((delete, (by,)) for by in ("optimizer", "model")),

@@ -105,7 +105,7 @@ def noticed_by_a_reader() -> bool:
 
 
 def test_removing_any_single_wait_is_noticed(ranks: Ranks) -> None:
-    assert ranks(1).run(unnoticed, "gathers") == [[]]
+    assert ranks(1).run(unnoticed, "gathers", None) == [[]]
     assert ranks(1).run(noticed_by_a_reader) == [True]
 
 
@@ -300,8 +300,8 @@ def complete(scene: str) -> None:
     removal_of(scene).check(scene, ADVERSARIES[::3])
 
 
-def unnoticed(scene: str) -> list[str]:
-    return removal_of(scene).unnoticed(scene)
+def unnoticed(scene: str, of_each: int | None) -> list[str]:
+    return removal_of(scene).unnoticed(scene, of_each=of_each)
 
 
 def pairs(scene: str) -> list[tuple[str, str]]:
@@ -313,7 +313,16 @@ def removal_of(scene: str) -> Removal:
     return WAITS if scene in ORDERS else UPDATES
 
 
-@pytest.mark.parametrize("scene", [*ORDERS, *TRAINED])
+@pytest.mark.parametrize(
+    "scene",
+    [
+        *(*ORDERS, "forward, late", "backward, some stay", "host"),
+        *(
+            pytest.param(s, marks=pytest.mark.long)
+            for s in ("step", "forward", "backward", "host, some stay")
+        ),
+    ],
+)
 def test_complete_waits_give_right_weights(ranks: Ranks, scene: str) -> None:
     ranks(1).run(complete, scene)
 
@@ -328,8 +337,10 @@ def test_complete_waits_give_right_weights(ranks: Ranks, scene: str) -> None:
         ),
     ],
 )
-def test_removing_any_single_wait_of_an_update_is_noticed(ranks: Ranks, scene: str) -> None:
-    assert ranks(1).run(unnoticed, scene) == [[]]
+def test_removing_any_single_wait_of_an_update_is_noticed(
+    ranks: Ranks, scene: str, of_each: int | None
+) -> None:
+    assert ranks(1).run(unnoticed, scene, of_each) == [[]]
 
 
 def held_gradients() -> list[int]:

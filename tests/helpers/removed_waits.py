@@ -211,15 +211,27 @@ class Removal:
         return bool(simulator.late_uses) or not same(found, self.expected(scene))
 
     def unnoticed(
-        self, scene: Any, pairs: set[tuple[str, str]] | None = None, more: Sequence[str] = ()
+        self,
+        scene: Any,
+        pairs: set[tuple[str, str]] | None = None,
+        more: Sequence[str] = (),
+        *,
+        of_each: int | None = None,
     ) -> list[str]:
         """Waits that no adversary (nor any of ``more``) misses: of these pairs of streams, or all
-        and the host's."""
+        and the host's; of each pair, all, or the first and last ``of_each``."""
         simulator, needed, _ = self.complete(scene)
         log = simulator.wait_log
-        skips = [("wait", i) for i in needed if pairs is None or log[i] in pairs]
+        by_pair: dict[Any, list[Skip]] = defaultdict(list)
+        for index in needed:
+            if pairs is None or log[index] in pairs:
+                by_pair[log[index]].append(("wait", index))
         if pairs is None:
-            skips += [("sync", i) for i in range(len(simulator.sync_log))]
+            by_pair["host"] = [("sync", i) for i in range(len(simulator.sync_log))]
+        skips = list[Skip]()
+        for each in by_pair.values():
+            cut = len(each) if of_each is None else of_each
+            skips += dict.fromkeys((*each[:cut], *each[-cut:]))
         return [
             f"{skip}: {log[skip[1]] if skip[0] == 'wait' else ''}"
             for skip in skips

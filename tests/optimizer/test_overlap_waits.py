@@ -237,8 +237,8 @@ GATES = {("gather", "update"), ("gather", "host:in"), ("current", "update"),
 
 
 @pytest.mark.parametrize("scene", REMOVED, ids=str)
-def test_removing_a_wait_at_a_gate_is_noticed(scene: Scenario) -> None:
-    assert WAITS.unnoticed(scene, GATES) == []
+def test_removing_a_wait_at_a_gate_is_noticed(scene: Scenario, of_each: int | None) -> None:
+    assert WAITS.unnoticed(scene, GATES, of_each=of_each) == []
 
 
 @pytest.mark.long

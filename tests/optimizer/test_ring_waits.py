@@ -197,7 +197,7 @@ WAITS = Removal(simulate, expect)
 @pytest.mark.parametrize("scene", SCENARIOS, ids=str)
 def test_removing_any_single_wait_is_noticed(scene: Scenario) -> None:
     WAITS.check(scene, ADVERSARIES[::3])
-    assert WAITS.unnoticed(scene) == []
+    assert WAITS.unnoticed(scene, of_each=2) == []
 
 
 @pytest.mark.long
