@@ -151,8 +151,9 @@ def shard_info(parameter: Tensor, fqn: str) -> ShardInfo:
     Raises:
         UnsupportedParameterError: the shard is not contiguous, sparse, or a Partial DTensor.
     """
-    shard = local(parameter)
-    plain = _is_plain(shard)
+    shard = with_history(parameter)
+    # In host memory its looks are enough: to read it would wait for updates.
+    plain = keeper_of(shard) is not None or _is_plain(shard := local(parameter))
     if parameter.layout is not torch.strided:
         raise UnsupportedParameterError(
             f"parameter {fqn} with layout {parameter.layout}",

@@ -124,7 +124,7 @@ def check_any_gradient(
     found = any(dtensor.raw_gradient(p) is not None for p in every)
     held = [p for p in every if p.requires_grad]
     without = [p for p in held if dtensor.raw_gradient(p) is None]
-    is_all_empty = not any(dtensor.local(p).numel() for p in without) and not found
+    is_all_empty = not found and not any(dtensor.with_history(p).numel() for p in without)
     if is_all_empty or any(map(dtensor.never_has_gradient, held)):
         return found
     now = {name: parameter for parameter, name in dtensor.parameter_names(models).items()}

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 from fsdp_offload import HybridDeviceOptimizer, LaneError, checkpoint
@@ -163,6 +164,36 @@ def test_a_read_before_the_step_is_warned_of_once(ranks: Ranks, offload: str) ->
     [[text]] = ranks(1).run(warn_of_early_reads, offload)
 
     assert "backward() has updated some of them" in text
+
+
+def warn_of_nothing(late: bool) -> list[str]:
+    """One of two layers of each block is not used, or (``late``) not trained at first."""
+    model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9)) for _ in "ab"))
+    for block in model:
+        if late:
+            block[1].requires_grad_(False)
+        else:
+            block.forward = block[0].forward
+        fully_shard(block, mesh=models.flat_mesh(1))
+    optimizer = HybridDeviceOptimizer(
+        torch.optim.AdamW(model.parameters()), model, offload="all", overlap="backward",
+        device_memory=0, transfer=models.TRANSFER,
+    )  # fmt: skip
+    said: list[str] = []
+    with mock.patch("fsdp_offload.optimizer.overlap.warn", lambda text, *_: said.append(text)):
+        for index in range(3):
+            if index == 2:
+                model.requires_grad_(True)
+            model(torch.ones(2, 9)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.close()
+    return said
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_nobody_reads_a_layer_without_gradients(ranks: Ranks, late: bool) -> None:
+    assert ranks(1).run(warn_of_nothing, late) == [[]]
 
 
 # --------------------------------------------------------------------------- averages
