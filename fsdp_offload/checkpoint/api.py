@@ -100,7 +100,7 @@ def save(
 
     Raises:
         CheckpointError: ``path`` exists, or the file system refused. Raised on all ranks.
-        ConfigError: an argument is wrong, or a load would refuse ``extra`` as unsafe.
+        ConfigError: an argument is wrong, or ``extra`` holds shards or what a load refuses as unsafe.
         LaneError: the optimizer has failed.
     """
     optimizer = checked_optimizer(optimizer)

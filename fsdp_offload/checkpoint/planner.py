@@ -311,6 +311,8 @@ class JobLoadPlanner(FlatLoadPlanner):
                 reason=f"the checkpoint lacks {some(lost)}",
                 remedy=f"build the model that was saved, or {other}",
             )
+        if found.missing:
+            warn("the checkpoint lacks %s: they keep their values", some(found.missing))
         if empty and self._optimizer is not None:
             raise ConfigError(
                 "an optimizer of a model on the meta device",

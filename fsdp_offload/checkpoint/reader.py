@@ -358,7 +358,8 @@ def _tensor_jobs(file: _File, info: _StorageInfo, box: Tensor, target: Tensor) -
     start, itemsize = file.checksums[info.offset].data_start, box.element_size()
     if start + box.untyped_storage().nbytes() > info.length:
         raise corrupt(file.path, f"its item at byte {info.offset} is too short")
-    if box.is_contiguous() and target.is_contiguous() and target.dtype == box.dtype:
+    is_lazy = target.is_conj() or target.is_neg()  # its memory has other values
+    if box.is_contiguous() and target.is_contiguous() and target.dtype == box.dtype and not is_lazy:
         first = start + int(box.storage_offset()) * itemsize
         yield from _block_jobs(file, info, first, as_bytes(target))
         return

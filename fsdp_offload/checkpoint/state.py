@@ -12,6 +12,7 @@ on the CPU, fp16 shards) is saved as ``master`` (fp32).
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import re
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,7 @@ from ..core.errors import ConfigError, StateDictError
 from ..core.gated import keeper_of
 from ..optimizer.hybrid import HybridDeviceOptimizer
 from ..update.params import MasterForm
+from ..update.schema import replaced
 from .rule import GROUPS, STATE, KeyLayout, Match, Names, match, tied_error
 
 REMAINDER = MasterForm.REMAINDER.value
@@ -330,8 +332,10 @@ def encode(value: Any, what: str) -> bytes:
     """Encode ``value`` with ``torch.save``.
 
     Raises:
-        ConfigError: ``torch.load(weights_only=True)``, which every load uses, refuses it.
+        ConfigError: ``torch.load(weights_only=True)``, which every load uses, refuses it, or it
+            holds a DTensor of several ranks.
     """
+    replaced(value, functools.partial(_check_whole, what))
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -346,6 +350,16 @@ def encode(value: Any, what: str) -> bytes:
             remedy="store numbers, strings, lists, dicts and tensors, such as its state_dict()",
         ) from error
     return buffer.getvalue()
+
+
+def _check_whole(what: str, tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1:
+        raise ConfigError(
+            f"{what} with a DTensor of shape {tuple(tensor.shape)}",
+            reason="one rank writes it, so the shards of the others would be lost",
+            remedy="store its full_tensor()",
+        )
+    return tensor
 
 
 def decode(data: io.BytesIO) -> Any:

@@ -112,11 +112,11 @@ def number_of(text: str) -> float:
     unit = _UNITS.get(text[-1:].upper())
     with suppress(ValueError):
         number = float(text[:-1]) * unit if unit else float(text)
-        if 1e6 <= number < math.inf:
+        if 1e6 <= number <= 1e15:
             return number
     raise ConfigError(
         f"--params {text}",
-        reason="not a number of parameters, or below a million",
+        reason="not a number of parameters, below a million or above 1e15",
         remedy="write 8B or 8e9 for 8 billion, 500M for 500 million",
     )
 

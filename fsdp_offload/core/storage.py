@@ -107,7 +107,9 @@ def view_over(memory: Tensor, like: Tensor) -> Tensor:
     # Exactly these bytes, so that torch.save takes nothing else with them.
     storage = memory.untyped_storage()[start : start + memory.numel()]
     made = torch.empty(0, dtype=like.dtype, device=memory.device)
-    return made.set_(storage, like.storage_offset(), like.size(), like.stride())
+    made.set_(storage, like.storage_offset(), like.size(), like.stride())
+    made = torch._neg_view(made) if like.is_neg() else made
+    return made.conj() if like.is_conj() else made
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -249,9 +251,8 @@ def segment_bytes(n_bytes: int) -> int:
     # kSmallBuffer, kLargeBuffer and kRoundLarge of torch (c10/core/AllocatorConfig.h)
     if is_small(n_bytes):
         return 2 * _MIB
-    if n_bytes < 10 * _MIB:  # more than requested, for later requests
-        return 20 * _MIB
-    return -(-n_bytes // (2 * _MIB)) * 2 * _MIB
+    # More than requested, for later requests.
+    return 20 * _MIB if n_bytes < 10 * _MIB else -(-n_bytes // (2 * _MIB)) * 2 * _MIB
 
 
 def is_small(n_bytes: int) -> bool:

@@ -176,9 +176,7 @@ def raw_step(cls: type[Optimizer]) -> Callable[..., Any]:
     """Unwrap the class's step from torch's hook and profiling wrapper (one level only: the next one
     is ``no_grad``). Source: ``Optimizer.profile_hook_step``."""
     step = cls.step
-    if getattr(step, "hooked", False):
-        return step.__wrapped__  # type: ignore[attr-defined,no-any-return]
-    return step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
 
 
 def make_shadow(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:

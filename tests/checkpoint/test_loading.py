@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import warnings
@@ -16,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_offload import OptimizerState, checkpoint
+from fsdp_offload import OptimizerState, PhaseOffloader, checkpoint
 from fsdp_offload.core.errors import CheckpointError, OffloadError, StateDictError
 from tests.checkpoint.jobs import Ranks
 from tests.checkpoint.test_saving import Pair, layers, pair_of, step, values_of
@@ -125,20 +126,28 @@ def test_a_numpy_scalar_comes_back_as_a_number(tmp_path: Path, kind: str) -> Non
     assert type(optimizer.param_groups[0]["lr"]) is float
 
 
-def test_a_buffer_that_is_a_conjugate_view_is_saved_resolved(tmp_path: Path) -> None:
-    values = torch.randn(100, 100, dtype=torch.complex64)
-    views = {"large": values.conj(), "small": values[:2].conj(), "negative": values.conj().imag}
-    saved, loaded = layers(1), layers(1)
-    for name, view in views.items():
+@pytest.mark.parametrize("away", [False, True])
+def test_a_buffer_that_is_a_conjugate_view_is_saved_and_loaded(tmp_path: Path, away: bool) -> None:
+    def views() -> dict[str, Tensor]:
+        large, small, other = (torch.randn(100, 100, dtype=torch.complex64) for _ in range(3))
+        return {"large": large.conj(), "small": small[:2].conj(), "negative": other.conj().imag}
+
+    saved, loaded, same = layers(1), layers(1), layers(1)
+    for name, view in views().items():
         saved.register_buffer(name, view)
         loaded.register_buffer(name, torch.zeros(view.shape, dtype=view.dtype))
+    for name, view in views().items():
+        same.register_buffer(name, view)
+    expected = {n: getattr(saved, n).resolve_conj().resolve_neg().clone() for n in views()}
 
-    checkpoint.save(tmp_path / "one", saved)
-    checkpoint.load(tmp_path / "one", loaded)
+    with PhaseOffloader(saved).away() if away else contextlib.nullcontext():
+        checkpoint.save(tmp_path / "one", saved)
+    for model in (loaded, same):
+        checkpoint.load(tmp_path / "one", model)
 
-    for name, view in views.items():
-        expected = view.resolve_conj().resolve_neg()
-        assert torch.equal(getattr(loaded, name), expected), name
+    for name, value in expected.items():
+        for model in (saved, loaded, same):
+            assert torch.equal(getattr(model, name), value), name
 
 
 @pytest.mark.parametrize("extra", [5, torch.ones(2)], ids=["int", "tensor"])

@@ -225,7 +225,7 @@ def test_the_only_file_may_have_another_name(tmp_path: Path, name: str) -> None:
 # --------------------------------------------------------------------------- what is refused
 
 
-def test_names_that_only_one_side_has(tmp_path: Path) -> None:
+def test_names_that_only_one_side_has(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tensors = weights()
     del tensors["layers.1.bias"]
     folder = write(tmp_path / "folder", tensors)
@@ -234,6 +234,7 @@ def test_names_that_only_one_side_has(tmp_path: Path) -> None:
             checkpoint.load(folder, model := on_meta(), strict=strict)
         assert all(t.is_meta for t in (*model.parameters(), *model.buffers()))
     checkpoint.load(folder, Model(), strict=False)
+    assert "the checkpoint lacks layers.1.bias: they keep their values" in caplog.messages
     shutil.rmtree(folder)
     folder = write(folder, {**weights(), "layers.2.bias": torch.ones(WIDTH)})
     with pytest.raises(CheckpointError, match=r"this model lacks model\.layers\.2\.bias"):

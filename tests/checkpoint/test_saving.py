@@ -143,6 +143,19 @@ def test_extra_is_that_of_rank_0_alone(ranks: Ranks, tmp_path: Path) -> None:
         assert found == [{"rank": 0}, {"rank": 0}, {}]
 
 
+def save_shards_in_extra(root: Path) -> OffloadError | None:
+    model, _ = sharded()
+    return refusal(lambda: checkpoint.save(root / "one", model, extra={"ema": model.state_dict()}))
+
+
+def test_shards_in_extra_are_refused_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    for error in ranks(2).run(save_shards_in_extra, tmp_path):
+        assert isinstance(error, ConfigError)
+        assert error.what.startswith("extra with a DTensor of shape (")
+        assert "full_tensor()" in error.remedy
+    assert not list(tmp_path.iterdir())
+
+
 def save_other_tensors(root: Path) -> list[OffloadError | None]:
     shape = layers(4 + dist.get_rank())
     dtype = layers(4).to((torch.float32, torch.bfloat16)[dist.get_rank()])

@@ -128,7 +128,8 @@ def test_a_config_of_hugging_face(
     [
         (["--params", "many"], "not a number of parameters"),
         (["--params", "inf"], "not a number of parameters"),
-        (["--params", "8"], "below a million. Remedy: write 8B"),
+        (["--params", "8"], "below a million or above 1e15. Remedy: write 8B"),
+        (["--params", "1e30"], "above 1e15"),
         (["--params", "8B", "--device-memory", "much"], "--device-memory='much': not a size"),
         (["--config", "nowhere.json"], "No such file"),
     ],
