@@ -100,7 +100,7 @@ def save(
 
     Raises:
         CheckpointError: ``path`` exists, or the file system refused. Raised on all ranks.
-        ConfigError: an argument is wrong, or ``extra`` holds shards or what a load refuses as unsafe.
+        ConfigError: an argument is wrong, or ``extra`` holds shards or what loads refuse as unsafe.
         LaneError: the optimizer has failed.
     """
     optimizer = checked_optimizer(optimizer)
