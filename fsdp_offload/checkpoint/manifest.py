@@ -210,7 +210,7 @@ def open_checkpoint(path: Path) -> tuple[Manifest | None, Metadata]:
         why = f"it has no {METADATA} and no safetensors: not a checkpoint, or an interrupted save"
         raise CheckpointError(
             f"{path}",
-            reason=why if path.exists() else "it does not exist",
+            reason=why if path.is_dir() else "it does not exist, or is no folder",
             remedy="pass the folder of a checkpoint, which checkpoint.latest() finds; load a .pt "
             "file by model.load_state_dict(torch.load(path)), also after shard()",
         ) from error

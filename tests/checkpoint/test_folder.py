@@ -154,7 +154,7 @@ def test_fields_of_a_later_release_are_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("empty", r"no \.metadata"), ("absent", "does not exist"), ("file", r"no \.metadata")],
+    [("empty", r"no \.metadata"), ("absent", "does not exist"), ("file", "is no folder")],
 )
 def test_a_folder_without_metadata_is_no_checkpoint(tmp_path: Path, name: str, reason: str) -> None:
     (tmp_path / "empty").mkdir()
