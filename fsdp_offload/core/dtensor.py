@@ -152,7 +152,7 @@ def shard_info(parameter: Tensor, fqn: str) -> ShardInfo:
         UnsupportedParameterError: the shard is not contiguous, sparse, or a Partial DTensor.
     """
     shard = with_history(parameter)
-    # In host memory its looks are enough: to read it would wait for updates.
+    # Shape and strides of a weight in host memory are known; a read would wait for updates.
     plain = keeper_of(shard) is not None or _is_plain(shard := local(parameter))
     if parameter.layout is not torch.strided:
         raise UnsupportedParameterError(
