@@ -11,8 +11,8 @@ from tests import house
 
 
 def test_measures_stay_below_what_they_are() -> None:
-    assert house.lines() <= 25_489  # weights and gradients in host memory
-    assert house.statements() <= 13_409
+    assert house.lines() <= 25_488  # weights and gradients in host memory
+    assert house.statements() <= 13_408
     assert len(house.sources()) <= 121
     assert house.long_files() == {}
     assert len(house.files_in_root()) <= 2

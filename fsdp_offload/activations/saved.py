@@ -18,7 +18,6 @@ thread, even during a capture: it appends to a list for later.
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Final, NamedTuple
@@ -161,7 +160,7 @@ def _is_of_parameter(tensor: Tensor) -> bool:
     parameter = getattr(node, "variable", None)  # set on nodes that accumulate a gradient
     if not isinstance(parameter, nn.Parameter):
         return False
-    return math.prod(dtensor.local(parameter).shape) == base.numel()
+    return dtensor.with_history(parameter).numel() == base.numel()
 
 
 class MemoryRange:

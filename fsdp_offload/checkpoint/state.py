@@ -335,7 +335,6 @@ def encode(value: Any, what: str) -> bytes:
         ConfigError: ``torch.load(weights_only=True)``, which every load uses, refuses it, or it
             holds a DTensor of several ranks.
     """
-    replaced(value, functools.partial(_check_whole, what))
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -349,6 +348,7 @@ def encode(value: Any, what: str) -> bytes:
             reason="a load would have to run its code",
             remedy="store numbers, strings, lists, dicts and tensors, such as its state_dict()",
         ) from error
+    replaced(value, functools.partial(_check_whole, what))  # only containers that can be copied
     return buffer.getvalue()
 
 

@@ -251,7 +251,7 @@ def segment_bytes(n_bytes: int) -> int:
     # kSmallBuffer, kLargeBuffer and kRoundLarge of torch (c10/core/AllocatorConfig.h)
     if is_small(n_bytes):
         return 2 * _MIB
-    # More than requested, for later requests.
+    # Below 10 MiB: more than requested, for later requests.
     return 20 * _MIB if n_bytes < 10 * _MIB else -(-n_bytes // (2 * _MIB)) * 2 * _MIB
 
 

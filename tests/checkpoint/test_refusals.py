@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import select
+import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -289,9 +290,10 @@ def test_state_without_values_is_refused(pair: Pair, name: str, value: Any) -> N
         ({"step": 1, "a": object()}, "extra['a'] of type object"),
         ({"a": {"b": [object()]}}, "extra['a']['b'] of type list"),
         ({"a": select.poll()}, "extra['a'] of type poll"),
+        ({"a": sys.version_info}, "extra['a'] of type version_info"),
         ({object: 1}, "extra of type dict"),
     ],
-    ids=["an entry", "inside an entry", "no pickle", "a key"],
+    ids=["an entry", "inside an entry", "no pickle", "a tuple of one instance", "a key"],
 )
 def test_extra_that_would_run_code_is_named(
     extra: Any, what: str, pair: Pair, tmp_path: Path

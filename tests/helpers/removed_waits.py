@@ -230,8 +230,8 @@ class Removal:
             by_pair["host"] = [("sync", i) for i in range(len(simulator.sync_log))]
         skips = list[Skip]()
         for each in by_pair.values():
-            cut = len(each) if of_each is None else of_each
-            skips += dict.fromkeys((*each[:cut], *each[-cut:]))
+            ends = each if of_each is None else (*each[:of_each], *each[-of_each:])
+            skips += dict.fromkeys(ends)
         return [
             f"{skip}: {log[skip[1]] if skip[0] == 'wait' else ''}"
             for skip in skips
